@@ -43,7 +43,7 @@ test-fast: .venv/ready
 CALLED = emit conversion/test_logits.py $(patsubst %,templates/test_%.py,exactness gather generation images linear_attention sinks)
 COMMANDS = bench compute convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream
 REST = distributed/test_tensor_parallel.py bench evaluate/test_decoding.py test_hub.py $(COMMANDS:%=cli/test_%.py)
-REST += $(patsubst %,templates/test_%.py,budgeted chunked_attention encode kv_cache quantized)
+REST += $(patsubst %,templates/test_%.py,budgeted chunked_attention encode hold kv_cache quantized)
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-4.%: .venv-4.%/ready

@@ -21,7 +21,7 @@ of its own; what does not fit in time or memory is skipped, and the results say 
     says so. Peaks of memory are those of the steps, weights included.
   - capacity: one sequence beside 8-bit weights, with a 4-bit cache and half of the heads full.
   - prefill: a chunk of a prompt over one kind of head, beside SDPA and flash-attn.
-  - prompts: a prompt of 320k tokens in chunks, by the same models as in the section models. Chunks that there is no
+  - prompts: a prompt of 320k tokens in chunks, by Llama-3-8B. Chunks that there is no
     time for are interpolated, and the table says how many were measured.
   - lengths: the same as kernels at the other lengths.
 
@@ -94,10 +94,10 @@ def main() -> None:
         "kernels": lambda: gpu_kernels.decode_section(report, first_lengths, arguments.batches),
         "generate": lambda: gpu_models.generate_section(report, arguments.device),
         "graphs": lambda: gpu_models.graphs_section(report),
-        "models": lambda: gpu_models.for_each_model(report, arguments.device, gpu_models.decode_section),
+        "models": lambda: gpu_models.decode_sections(report, arguments.device),
         "capacity": lambda: gpu_capacity.section(report),
         "prefill": lambda: gpu_kernels.prefill_section(report),
-        "prompts": lambda: gpu_models.for_each_model(report, arguments.device, gpu_models.prefill_section),
+        "prompts": lambda: gpu_models.prompt_sections(report, arguments.device),
         "lengths": lambda: gpu_kernels.decode_section(report, other_lengths, arguments.batches),
     }
     report.deadline = start

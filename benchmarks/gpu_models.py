@@ -389,11 +389,9 @@ def order(chunks: int) -> list[int]:
 def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
     """A prompt in chunks: as many of them as there is time for, each after a random past; the rest interpolated.
 
-    What a chunk takes grows linearly with its past. A variant for which a chunk does not fit has earlier ones only. A
-    case without a prompt in chunks has nothing to measure.
+    What a chunk takes grows linearly with its past. A variant for which a chunk does not fit has earlier ones only.
     """
-    if case.prefill is None:
-        return
+    assert case.prefill is not None  # as the case was chosen
     prompt_tokens, tokens, target = case.prefill
     parts = [variant for variant in parts if variant.bits == 16]
     columns = {"model": "<10", "past": "8,", "variant": "<18", "seconds": "8.2f", "x stock": "7.2f", "peak GB": "7.1f"}
@@ -465,9 +463,23 @@ def model_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-def for_each_model(report: Report, device: str, section: Callable[[Report, Case, list[Variant]], None]) -> None:
-    """A section of all models, one after the other."""
-    for case in CASES if device == "cuda" else TINY:
+def decode_sections(report: Report, device: str) -> None:
+    """Decode steps of all models, one after the other."""
+    _for_each(report, device, cases(device), decode_section)
+
+
+def prompt_sections(report: Report, device: str) -> None:
+    """Prompts in chunks of the models that have some."""
+    _for_each(report, device, [case for case in cases(device) if case.prefill], prefill_section)
+
+
+def cases(device: str) -> list[Case]:
+    """Real sizes on a GPU, tiny ones elsewhere."""
+    return CASES if device == "cuda" else TINY
+
+
+def _for_each(report: Report, device: str, cases: list[Case], section: Callable[..., None]) -> None:
+    for case in cases:
         with report.attempt(case.shape):
             free_memory()
             parts = variants(case.shape, case.full, device, model_dtype(device))

@@ -28,7 +28,7 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 
 def decodes(layer: KVLayerCache) -> bool:
-    """Whether `decode` takes a layer: any."""
+    """Always: kernels decode every layer."""
     return True
 
 

@@ -34,7 +34,7 @@ TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
 PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"  # of the kernel, where there are tiles
 # measured on an H100: more programs or more units under way have more to finish when the last bytes have arrived
 PROGRAMS = 2  # on a multiprocessor
-STAGES = 3  # of the loop over units, of which one less is under way
+STAGES = 3  # of the loop over units, of which one fewer is under way
 PARTS = 128  # partial results of 128 channels that are combined at once; with more channels fewer
 REGISTERS = 255  # per thread
 SHARED_ROWS = 32  # of dots that queries and groups of scales share, at most
@@ -450,7 +450,7 @@ def decode(
         query: [batch, query_heads, head_dim] of each row's newest token, whose keys and values are stored already, as
             `append` returns them; the query heads of a KV head are adjacent.
         columns: int32 [1, 1], columns so far. Where a head skips them all, the result is zero.
-        programs: how many share the units; default as many as the device runs at once.
+        programs: how many share the units; default `PROGRAMS` on each multiprocessor.
 
     Returns:
         [batch, query_heads, head_dim], rotated back where values are stored rotated.
@@ -459,7 +459,7 @@ def decode(
     slots, tiles, heads = _slots(table), _tiles(table, torch.int16), len(table.offsets)
     group, rows = query_heads // heads, batch * heads
     assert query.stride(2) == 1
-    walk = _walk(query, table, scoring)
+    walk = _walk(query, table)
     segments, options = walk.segments, walk.options
     programs = min(programs or PROGRAMS * _multiprocessors(query.device), walk.max_units)
     on_cuda = torch.version.hip is None
@@ -526,8 +526,8 @@ class _Walk(NamedTuple):
     stages: int
 
 
-def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring) -> _Walk:
-    """What fits the registers and the shared memory, by the compiled code."""
+def _walk(query: torch.Tensor, table: HeadTable) -> _Walk:
+    """Units, dots and stages of a layer's decode."""
     batch, query_heads, head_dim = query.shape
     heads, itemsize, padded_dim = len(table.offsets), query.element_size(), _padded(head_dim)
     tokens = min(max(TILE_BYTES // (padded_dim * itemsize), 16), 64)

@@ -24,7 +24,7 @@ except ImportError:  # no triton, and no graphs
 
 logger = logging.get_logger(__name__)
 EAGER_STEPS = 2  # steps over the same storage before one is captured; they compile what there is to compile
-WORTHWHILE = 8  # steps to come, for which a capture pays: on an H100 it took as long as two or three of them
+WORTHWHILE = 8  # steps to come, for which a capture pays: on an H100 it paid after two or three
 # arguments of a forward that a graph can stand for; others must be unset
 ARGUMENTS = {
     *("self", "input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position"),

@@ -148,9 +148,12 @@ def main() -> None:
     profiles = {path.stem: load_scores(path) for path in arguments.profile}
     head_choices = choices(profiles, [arguments.share], [(sink, recent)], arguments.draws)
     settings = {"text": arguments.text.name, "ruler_tasks": RULER_TASKS, "babilong_tasks": BABILONG_TASKS}
+    settings["ruler_lengths"] = arguments.ruler_lengths
     report = (
         json.loads(arguments.json.read_text()) if arguments.json.exists() else {"settings": settings, "results": {}}
     )
+    if report["settings"]["ruler_lengths"] != arguments.ruler_lengths:
+        parser.error(f"{arguments.json} has RULER's prompts of other lengths: choose another file")
 
     def keep(name: str, checkpoint: Path) -> None:
         file_name = name.replace(" ", "-").replace("%", "").replace(",", "")

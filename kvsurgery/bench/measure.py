@@ -32,7 +32,8 @@ class Workload:
     Attributes:
         lengths: tokens of prompts.
         batches: numbers of prompts that are read together.
-        new: decode steps after a prompt, the first `WARM` of which do not count; 36 and more capture a CUDA graph.
+        new: decode steps after a prompt, the first `WARM` of which do not count; with 12 and more, a CUDA graph is
+            captured.
         chunk: tokens of a chunk, where a prompt is also read in chunks.
         rounds: how often everything is timed, after a round that warms up and measures the memory.
         seed: of the prompts' random tokens.

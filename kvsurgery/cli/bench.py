@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     type=Tokens(),
     default=48,
     show_default=True,
-    help="Decode steps after a prompt; a CUDA graph needs 36.",
+    help="Decode steps after a prompt; a CUDA graph needs 12.",
 )
 @click.option(
     "--chunk",

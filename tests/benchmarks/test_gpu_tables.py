@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_tables
 
 ROOT = Path(__file__).resolve().parents[2]
-[FILE] = (ROOT / "benchmarks" / "results").glob("gpu-*.json")
-REPORT = json.loads(FILE.read_text())
+REPORT = json.loads((ROOT / "benchmarks" / "results" / "gpu-nvidia-h100-80gb-hbm3.json").read_text())
 PAGE, README = ((ROOT / name).read_text() for name in ("docs/results.md", "README.md"))
 ON_A_GPU = " ".join(PAGE.partition("## On a GPU")[2].partition("## Decoding on a CPU")[0].split())
 
@@ -27,7 +26,7 @@ def rows(section: str) -> list[dict]:
 def test_the_page_has_the_table(section: str) -> None:
     table = gpu_tables.tables(REPORT)[section]
     assert len(table) > 3
-    assert "\n".join(table) in PAGE
+    assert "\n".join(["", *table, "", ""]) in PAGE
 
 
 def test_the_page_says_what_was_measured_on() -> None:
@@ -39,7 +38,8 @@ def test_the_page_says_what_was_measured_on() -> None:
 
 def test_what_the_page_says_of_kernels() -> None:
     shares = {(row["batch"], row["bits"], row["full"]): row["share"] for row in rows("kernels")}
-    assert f"4 bits reach {shares[1, 4, 0.5]:.0%} of the bandwidth with half of the heads full" in ON_A_GPU
+    assert f"With half of them full, 4 bits reach {shares[1, 4, 0.5]:.0%} of the bandwidth" in ON_A_GPU
+    assert max(share for (batch, bits, _), share in shares.items() if (batch, bits) == (8, 2)) < 0.5
     [failure] = [skip for skip in REPORT["skipped"] if skip["section"] == "kernels"]
     assert failure["what"] == "8 bits, batch 8, 131,072 tokens, 100% full"
     kernels = (ROOT / "docs" / "kernels.md").read_text()
@@ -54,16 +54,19 @@ def test_what_the_page_says_of_prompts() -> None:
     kernels = " ".join((ROOT / "docs" / "kernels.md").read_text().split())
     full = sorted(share for (kind, _), share in shares.items() if kind == "full")
     streaming = {f"{share:.0%}" for (kind, _), share in shares.items() if kind == "streaming"}
-    assert f"{full[0] * 100:.0f} to {full[-1]:.0%} over full heads, and {' '.join(streaming)} over streaming" in kernels
+    assert f"{full[0] * 100:.0f} to {full[-1]:.0%} over full heads, which is less than" in kernels
+    assert f"and {' '.join(streaming)} over streaming heads" in kernels
     assert any(skip["what"].endswith("stock, SDPA") and skip["why"] == "out of memory" for skip in REPORT["skipped"])
 
 
 def test_what_the_page_says_of_steps() -> None:
-    of_tokens = {(row["model"], row["tokens"], row["variant"]): row.get("graph ms") for row in rows("decode")}
-    dense, half, int4 = (of_tokens["Llama-3-8B", 400_000, name] for name in ("all full", "50% full", "50% full, int4"))
-    assert 0.3 < 1 - half / dense < 0.36  # a third of a step
-    assert int4 < dense / 2
+    steps = {(row["model"], row["tokens"], row["variant"]): row["ms"] for row in rows("decode")}
+    dense, half, int4 = (steps["Llama-3-8B", 400_000, name] for name in ("all full", "50% full", "50% full, int4"))
+    assert round(3 * (1 - half / dense)) == 1
+    assert round(2 * (1 - int4 / dense)) == 1
+    assert "saves a third of that model's step, and 4 bits besides save half" in ON_A_GPU
     assert {row["pays after"] for row in rows("graphs")} == {2, 3}
+    assert "this pays after two or three steps" in ON_A_GPU
 
 
 def test_what_fits_in_80_gb() -> None:
@@ -75,8 +78,9 @@ def test_what_fits_in_80_gb() -> None:
 
 
 def test_what_the_readme_says_of_generate() -> None:
-    stock, _, graphed = rows("generate")
+    stock, eager, graphed = rows("generate")
     assert (stock["tokens"], graphed["graph"]) == (100_000, "yes")
-    said = " ".join(README.split())
-    assert f"in {graphed['ms a token']:.1f} ms a token where half of Llama-3-8B's heads stream" in said
+    said, support = " ".join(README.split()), " ".join((ROOT / "docs" / "support.md").read_text().split())
+    assert f"takes {graphed['ms a token']:.1f} ms a token with half of Llama-3-8B's heads streaming" in said
     assert f"stock takes {stock['ms a token']:.1f} ms" in said
+    assert f"{eager['ms a token']:.0f} ms a token, and {stock['ms a token']:.0f}" in support

@@ -207,7 +207,9 @@ def without(kernel: Kernel, number: int) -> Kernel:
 )
 def test_every_barrier_and_wait_counts(target: int, check: str, cases: tuple, monkeypatch, tmp_path) -> None:
     torch.use_deterministic_algorithms(True)
-    monkeypatch.setattr(kv_decode, "PLANNED", 128)  # segments of a round: many rows take two
+    # rounds: many rows are planned in two, and the parts of a row combined in several
+    monkeypatch.setattr(kv_decode, "PLANNED", 128)
+    monkeypatch.setattr(kv_decode, "PARTS", 16)
     emulator, kernels = install(monkeypatch, str(tmp_path), target), {}
 
     def run() -> None:

@@ -39,7 +39,7 @@ from tests.helpers import kernel_cases  # noqa: E402
 SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
 COMBINE_BLOCKS, APPEND_BLOCKS = 2, 12
 LIMITS = {80: 99 * 1024, 90: 227 * 1024}  # of a block; RTX 30 and 40, which have the least, run the code that A100 does
-LEAST_SHARED = 64 * 1024  # bytes of a block on AMD's devices
+TILES_SHARED = 64 * 1024  # bytes of a block that decodes over tiles of 16 bits, which AMD's devices have too
 REGISTERS = 64 * 1024  # of a multiprocessor
 STACK = 32  # bytes: a few words that a decode program keeps from row to row; test_kernel_instructions.py has its loops
 PACK_STACK = 64  # bytes: what a program that packs clipped tokens keeps, once in 128 tokens
@@ -186,7 +186,7 @@ def test_decode_of_tiles(
     check(compiled["_append_kernel"], tmp_path, APPEND_BLOCKS)
     kv_decode.decode(query, table, columns, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
     decode = compiled["_decode_kernel"]
-    assert decode.metadata.shared <= LEAST_SHARED
+    assert decode.metadata.shared <= TILES_SHARED
     check(decode, tmp_path, kv_decode.PROGRAMS, STACK)
     spread = size is not None  # groups and queries fill the rows of matrix units
     sides = 1 + (size is not None and group == 8)  # where 16 rows are too few for all groups
@@ -455,7 +455,9 @@ CASES = [
         )
         for number, (target, compare, case) in enumerate(CASES)
         for turn, dtype in enumerate((torch.bfloat16, torch.float32))  # what counts is an element's size
-        if (target == 80 and (ALL or number % 2 == turn)) or (target == 90 and turn == 0)
+        # float32 slots of heads of 256 are the largest
+        if (target == 80 and (ALL or number % 2 == turn or getattr(case[0], "head_dim", 0) == 256))
+        or (target == 90 and turn == 0)
     ],
     indirect=["compiled"],
 )
