@@ -367,7 +367,10 @@ def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
     rows = {row.heads: row.scores for row in heads_report.rows(results("which-heads-4096"), "64+256")}
     recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
     assert f"the model recalls {recall['gates']} of the facts, and the original {recall['original']}." in page()
-    readme = f"In 4,096 tokens they recall {recall['gates']} of the facts, and the original {recall['original']} "
+    assert f"With the heads that ER chooses it recalls {recall['er']}, a difference within its interval." in page()
+    assert rows["er"].more.low < 0 < rows["er"].more.high
+    assert f"heads chosen by HeadKV's ER recall {recall['er']} " in page("README.md")
+    readme = f"In 4,096 tokens they recall {recall['gates']} of the facts, and the original {recall['original']};"
     assert readme in page("README.md")
     assert rows["gates"].more.high < 0
 
