@@ -57,7 +57,7 @@ SHORT = Sizes(
         "--max-context",
         "400",
     ),
-    tasks=("--tasks", "needle,perplexity", "--lengths", "256", "--limit", "2", "--continuation", "64"),
+    tasks=("--tasks", "needle,perplexity", "--lengths", "256", "--limit", "2", "--continuation", "16"),
     bench=("--rounds", "1", "--new-tokens", "8"),
     length=256,
 )
