@@ -21,8 +21,8 @@ of its own; what does not fit in time or memory is skipped, and the results say 
     says so. Peaks of memory are those of the steps, weights included.
   - capacity: one sequence beside 8-bit weights, with a 4-bit cache and half of the heads full.
   - prefill: a chunk of a prompt over one kind of head, beside SDPA and flash-attn.
-  - prompts: a prompt of 320k tokens in chunks, by Llama-3-8B. Chunks that there is no
-    time for are interpolated, and the table says how many were measured.
+  - prompts: a prompt of 320k tokens in chunks, by Llama-3-8B. Chunks that there is no time for are interpolated, and
+    the table says how many were measured.
   - lengths: the same as kernels at the other lengths.
 
 Results are written to JSON and CSV after every section. Without a CUDA device it exits with 2; `--device cpu` runs the
