@@ -41,8 +41,8 @@ class Row:
     scores: Scores
 
 
-def rows(report: Mapping[str, Any]) -> list[Row]:
-    """What a file of results comes to, the largest caches first."""
+def rows(report: Mapping[str, Any], right: str = "right") -> list[Row]:
+    """What a file of results comes to, the largest caches first; `right_at_end` has other answers than `right`."""
     results, texts, default_recipe = report["results"], report["settings"]["prompts"], Recipe()
     base, is_outside = results[ORIGINAL], outside_window(report, default_recipe.sink, default_recipe.recent)
     result_rows = [
@@ -50,11 +50,22 @@ def rows(report: Mapping[str, Any]) -> list[Row]:
             name,
             result["series"],
             sum(result["kv_bytes"]) / sum(base["kv_bytes"]),
-            scores([result], base, texts, is_outside),
+            scores([{**result, "right": result[right]}], {**base, "right": base[right]}, texts, is_outside),
         )
         for name, result in results.items()
     ]
     return sorted(result_rows, key=lambda row: -row.share)
+
+
+def asked_table(report: Mapping[str, Any]) -> list[str]:
+    """Lines of a Markdown table: facts recalled that are asked for later, and at the end of the text."""
+    heads = ["cache", "bytes", "asked later", HEADS[1], "asked at the end", HEADS[1]]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for later, at_end in zip(rows(report), rows(report, "right_at_end"), strict=True):
+        both = [row.scores.original_cells if row.name == ORIGINAL else row.scores.cells for row in (later, at_end)]
+        recall = [cell for cells in both for cell in cells[:2]]
+        lines.append(f"| {later.name} | {later.share:.0%} | {' | '.join(recall)} |")
+    return lines
 
 
 def table(report: Mapping[str, Any]) -> list[str]:
@@ -93,7 +104,7 @@ def main() -> None:
     parser.add_argument("--figure", metavar="PREFIX", help="draw them as PREFIX-light.svg and PREFIX-dark.svg")
     arguments = parser.parse_args()
     report = json.loads(arguments.results.read_text())
-    print("\n".join(table(report)))
+    print("\n".join((asked_table if report["settings"].get("at_end") else table)(report)))
     if arguments.figure:
         figures.save(partial(draw, report), arguments.figure)
 

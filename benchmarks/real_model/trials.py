@@ -165,6 +165,17 @@ def questions(tokenizer: PreTrainedTokenizerBase, facts: list[tuple[str, str]]) 
     return tuple(result)
 
 
+def asked_at_end(prompt: Prompt) -> list[Prompt]:
+    """A prompt for each question, whose text ends with the question up to its last token. So a cache knows the question
+    when it is compressed, and every token of the answer comes from the compressed cache."""
+    result = []
+    for question in prompt.questions:
+        before, last = np.split(question.tokens, [len(question.tokens) - question.answer - 1])
+        text = np.concatenate([prompt.text, before])
+        result.append(Prompt(text, (Question(last.tolist(), question.answer),), prompt.following))
+    return result
+
+
 def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Window]:
     """Pieces at even distances."""
     starts = np.linspace(0, len(haystack.tokens) - prompt - new - 1, count + 2).astype(int)[1:-1]

@@ -6,9 +6,10 @@
         --text book.txt --json which_cache.json
 
 Every contender reads the same texts with facts in them. Then its cache is asked for each fact, which nobody knew of
-when it was compressed, and reads what follows: by how much does it move the next token? Bytes are those of the storage
-of all tensors in the cache; a floating-point number counts two of them, as in a model in 16 bits. An interrupted run
-continues from its JSON file; `cache_report.py` shows it.
+when it was compressed, and reads what follows: by how much does it move the next token? With --at-end, a cache also
+reads the text once for each fact, with the question at its end. Bytes are those of the storage of all tensors in the
+cache; a floating-point number counts two of them, as in a model in 16 bits. An interrupted run continues from its JSON
+file; `cache_report.py` shows it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel, QuantizedCache
 from transformers.utils import logging
-from trials import Prompt, answered_correctly, continued, prompts
+from trials import Prompt, answered_correctly, asked_at_end, continued, prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peers.held import held_bytes
@@ -232,20 +233,29 @@ def contenders(losses_path: Path, profiles: list[Path]) -> list[Contender]:
     ]
 
 
+@torch.inference_mode()
+def read(contender: Contender, model: PreTrainedModel, prompt: Prompt) -> Any:
+    """A cache that holds a prompt's text."""
+    return contender.read(model, torch.from_numpy(prompt.text)[None].to(model.device))
+
+
 def answers(
-    contender: Contender, source: Path, texts: list[Prompt], original_logs: list[torch.Tensor], device: str = "cpu"
+    contender: Contender, arguments: argparse.Namespace, texts: list[Prompt], original_logs: list[torch.Tensor]
 ) -> dict[str, Any]:
     """Right answers by question, and by text the divergence, the mean negative log-likelihood and the bytes held.
 
     Args:
         original_logs: log-probabilities of what follows each text; filled by the first contender, the original.
     """
-    model, results = contender.load(source, device), {"right": [], "kl": [], "nats": [], "kv_bytes": []}
+    model, results = contender.load(arguments.model, arguments.device), {"right": [], "kl": [], "nats": []}
+    results |= {"kv_bytes": []} | ({"right_at_end": []} if arguments.at_end else {})
     for number, prompt in enumerate(texts):
-        with torch.inference_mode():
-            cache = contender.read(model, torch.from_numpy(prompt.text)[None].to(model.device))
+        cache = read(contender, model, prompt)
         results["kv_bytes"].append(held_bytes(cache, widest=2))
         results["right"] += map(int, answered_correctly(model, cache, prompt))
+        if arguments.at_end:
+            for asked in asked_at_end(prompt):
+                results["right_at_end"] += map(int, answered_correctly(model, read(contender, model, asked), asked))
         following = torch.from_numpy(prompt.following).to(model.device)
         logs = continued(model, cache, following[:-1], len(prompt.text)).float().log_softmax(-1)
         if number == len(original_logs):
@@ -273,6 +283,7 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=8, help="in each")
     parser.add_argument("--prompts", type=int, default=13, help="texts with facts")
     parser.add_argument("--new", type=int, default=96, help="tokens after each that are predicted")
+    parser.add_argument("--at-end", action="store_true", help="also ask each question at the end of the text")
     parser.add_argument("--only", action="append", help="caches by name, beside the original")
     parser.add_argument("--device", default="cpu", help="where models run, such as cuda")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
@@ -284,7 +295,7 @@ def main() -> None:
     settings = {name: getattr(arguments, name) for name in ("length", "facts", "prompts", "new")}
     haystack = Haystack.read(str(arguments.text), tokenizer, arguments.length + arguments.new + 1)
     texts = prompts(tokenizer, haystack, arguments.length, arguments.facts, arguments.prompts, 0, arguments.new)
-    settings["text"] = arguments.text.name
+    settings |= {"text": arguments.text.name} | ({"at_end": True} if arguments.at_end else {})
     report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if report.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.json} was measured with {report['settings']}; give it another name")
@@ -300,7 +311,7 @@ def main() -> None:
             continue
         start = time.perf_counter()
         try:
-            result = answers(contender, arguments.model, texts, original_logs, arguments.device)
+            result = answers(contender, arguments, texts, original_logs)
         except (ImportError, RuntimeError) as error:
             # transformers has one mask for all layers, which a press may leave at different lengths
             if isinstance(error, RuntimeError) and not isinstance(contender, Pressed):

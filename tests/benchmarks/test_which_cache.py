@@ -28,6 +28,7 @@ from tests.helpers.vocabularies import tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, NEW = 300, 20
+CACHES = ["all heads full, 4 bits", "all heads full, 2 bits", "50% of heads full by er", "budgets of 256 by er, 4 bits"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     HeadProfile(scores, "ablation", "kv", "made up", shape).save(folder / "er.safetensors")
     command = ["which_cache.py", folder / "model", "--measured", folder / "losses.safetensors"]
     command += ["--profile", folder / "er.safetensors", "--text", folder / "text.txt", "--json", folder / "found.json"]
-    command += ["--length", LENGTH, "--facts", 2, "--prompts", 2, "--new", NEW]
+    command += ["--length", LENGTH, "--facts", 2, "--prompts", 2, "--new", NEW, "--at-end"]
+    command += [word for cache in CACHES for word in ("--only", f"kvsurgery, {cache}")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(word) for word in command])
         which_cache.main()
@@ -83,6 +85,14 @@ def test_fewer_bits_lose_more(found: dict) -> None:
     assert all(more > less > 0 for more, less in zip(two, four, strict=True))
 
 
+def test_a_question_at_the_end_lacks_the_token_that_its_answer_follows(found: dict) -> None:
+    for text in found["texts"]:
+        for asked, question in zip(trials.asked_at_end(text), text.questions, strict=True):
+            [last] = asked.questions
+            assert last.answer == question.answer == len(last.tokens) - 1
+            assert [*asked.text, *last.tokens] == [*text.text, *question.tokens]
+
+
 def test_texts_go_on_after_their_facts(found: dict) -> None:
     assert all(len(text.questions) == 2 for text in found["texts"])
     assert not np.array_equal(found["texts"][0].following, found["texts"][1].following)
@@ -104,6 +114,14 @@ def test_the_table_and_the_figure(tmp_path: Path) -> None:
         "| original | 100% | 75% [50%, 100%] | 100% | × 1 | 0 |",
         f"| kvsurgery, all heads full, 4 bits | 40% | 75% [50%, 100%] | 100% (+0 [+0, +0]) | {ratio} | {kl} |",
         f"| SnapKVPress, 35% | 35% | 0% [0%, 0%] | 0% (-100 [-100, -100]) | × 1.221 [1.221, 1.221] | {kl} |",
+    ]
+    for result in results.values():
+        result["right_at_end"] = [1, 1, 0, 0]
+    at_end = "50% [0%, 100%] | 67%"
+    assert cache_report.asked_table(found)[2:] == [
+        f"| original | 100% | 75% [50%, 100%] | 100% | {at_end} |",
+        f"| kvsurgery, all heads full, 4 bits | 40% | 75% [50%, 100%] | 100% (+0 [+0, +0]) | {at_end} (+0 [+0, +0]) |",
+        f"| SnapKVPress, 35% | 35% | 0% [0%, 0%] | 0% (-100 [-100, -100]) | {at_end} (+0 [+0, +0]) |",
     ]
     cache_report.draw(found, DARK).savefig(tmp_path / "cache.svg")
     assert DARK["converted"] in (tmp_path / "cache.svg").read_text()
