@@ -5,6 +5,7 @@ pytest loads this file before `tests/conftest.py`, so before torch, transformers
 
 from __future__ import annotations
 
+import gc
 import os
 
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,13 @@ for name in [*os.environ]:
 # nothing listens at this port, so a test that asks the Hub by mistake fails at once
 os.environ |= {"COLUMNS": "80", "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
 
+os.fsync = lambda descriptor: None  # nothing here has to survive a power failure, so nothing waits for the disk
+
 # no time limits, and the same examples in every run: a test that begins to fail fails because of a change
 settings.register_profile("kvsurgery", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("kvsurgery")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported out of garbage collections, which would otherwise look at all of it each time."""
+    gc.freeze()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
-from kvsurgery.display.console import size
-from kvsurgery.emit.cache_description import describe_bits
 from kvsurgery.emit.config import auto_class
 from kvsurgery.heads.kinds import OTHERS, unquantized
 from kvsurgery.heads.lengths import length_name, lengths_of
@@ -90,35 +89,37 @@ def model_card(
     """
     from kvsurgery.emit.rendering import template_environment
 
-    environment = template_environment()
-    environment.filters |= {"bits": describe_bits, "size": size, "thousands": "{:,}".format}
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) is not None
     auto = auto_class(config)
     layers = policy.layout.layers
-    return environment.get_template("model_card.md.jinja").render(
-        auto_class=auto,
-        base_model=base_model,
-        check="" if policy.quantization is None else with_section("", UNCHECKED, CHECK),
-        code={name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in code.items()},
-        dtype=loaded_dtype(config),
-        front_matter=_front_matter(base_model if on_hub else None, original),
-        hashes=code_hashes(code),
-        kv_rows=kv_table(config),
-        linear_layers=sum(not layer.heads for layer in policy.layout.attended),
-        longest=length_name(lengths_of(config)[-1]),
-        model_type=config["model_type"],
-        on_hub=on_hub,
-        other_kinds={kind: [layer for layer in layers if kind.count(layer)] for kind in OTHERS},
-        policy=policy,
-        preprocessor="processor" if auto == "AutoModelForImageTextToText" else "tokenizer",
-        profile=profile,
-        quantization=quantization_section(policy.layout),
-        ranks=rank_table(config, replicated),
-        replicated=replicated,
-        served=_forecast_or_refusal(config),
-        sharing_layers=sum(layer.source is not None for layer in policy.layers),
-        unquantized=[kind.heads for kind in unquantized(policy.layout)],
-        version=__version__,
+    return (
+        template_environment()
+        .get_template("model_card.md.jinja")
+        .render(
+            auto_class=auto,
+            base_model=base_model,
+            check="" if policy.quantization is None else with_section("", UNCHECKED, CHECK),
+            code={name: _summary(text) for name, text in code.items()},
+            dtype=loaded_dtype(config),
+            front_matter=_front_matter(base_model if on_hub else None, original),
+            hashes=code_hashes(code),
+            kv_rows=kv_table(config),
+            linear_layers=sum(not layer.heads for layer in policy.layout.attended),
+            longest=length_name(lengths_of(config)[-1]),
+            model_type=config["model_type"],
+            on_hub=on_hub,
+            other_kinds={kind: [layer for layer in layers if kind.count(layer)] for kind in OTHERS},
+            policy=policy,
+            preprocessor="processor" if auto == "AutoModelForImageTextToText" else "tokenizer",
+            profile=profile,
+            quantization=quantization_section(policy.layout),
+            ranks=rank_table(config, replicated),
+            replicated=replicated,
+            served=_forecast_or_refusal(config),
+            sharing_layers=sum(layer.source is not None for layer in policy.layers),
+            unquantized=[kind.heads for kind in unquantized(policy.layout)],
+            version=__version__,
+        )
     )
 
 
@@ -128,6 +129,12 @@ def with_section(card: str, section: str, marks: tuple[str, str] = REPORT) -> st
     before, begin, tail = card.partition(marks[0])
     _, end, after = tail.partition(marks[1])
     return f"{before}{marked_section}{after}" if begin and end else f"{card.rstrip()}\n\n{marked_section}\n".lstrip()
+
+
+@lru_cache
+def _summary(code: bytes) -> str:
+    """The first line of a module's docstring."""
+    return (ast.get_docstring(ast.parse(code)) or "").partition("\n")[0]
 
 
 def _forecast_or_refusal(config: Mapping[str, Any]) -> Forecast | str:

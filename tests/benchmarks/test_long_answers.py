@@ -28,7 +28,8 @@ from kvsurgery.text.haystack import Haystack
 from tests.helpers.families import stock
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT, NEW, BUDGET, WINDOW, HOLD = 120, 160, 10, 8, 32
+PROMPT, NEW, BUDGET, WINDOW, HOLD = 120, 80, 10, 8, 32
+FACTS = 2
 MOST = BUDGET + WINDOW + HOLD
 
 
@@ -49,6 +50,11 @@ def command(words: PreTrainedTokenizerFast, model: PreTrainedModel, tmp_path_fac
     found = ["long_answers.py", folder / "model", "--profile", folder / "er.safetensors"]
     found += ["--text", folder / "text.txt", "--prompt", PROMPT, "--new", NEW, "--budget", BUDGET, "--hold", HOLD]
     return [str(word) for word in found]
+
+
+@pytest.fixture(autouse=True)
+def few_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_answers, "FACTS", FACTS)
 
 
 @pytest.mark.parametrize("kind", [H2O, TOVA])
@@ -124,8 +130,8 @@ def test_caches_of_as_many_tokens_take_as_many_bytes(
     assert all(len(answer) == NEW for answer in answers)
     assert all(case["kl"] == pytest.approx([0] * 4, abs=1e-6) for case in found["original"])
     assert all(case["same"] == [1.0] * 4 for case in found["original"])
-    assert all(np.shape(case["right"]) == (4, 6) for cases in found.values() for case in cases)
-    assert all(np.shape(case["own"]) == (3, 6) for cases in found.values() for case in cases)
+    assert all(np.shape(case["right"]) == (4, FACTS) for cases in found.values() for case in cases)
+    assert all(np.shape(case["own"]) == (3, FACTS) for cases in found.values() for case in cases)
     del found["TOVA, 50"][1]
     found["H2O, 50"][0]["nats"] = [0.0] * 4
     results.write_text(json.dumps(written))
@@ -134,7 +140,7 @@ def test_caches_of_as_many_tokens_take_as_many_bytes(
     assert again["answers"] == answers
     assert again["results"]["H2O, 50"][0]["nats"] == [0.0] * 4
     assert len(again["results"]["TOVA, 50"]) == 2
-    assert "| cache | KV bytes | perplexity up to 40 | 80 | 120 | 160 |" in capsys.readouterr().out
+    assert "| cache | KV bytes | perplexity up to 20 | 40 | 60 | 80 |" in capsys.readouterr().out
     sys.argv[-1], sys.argv[sys.argv.index("--new") + 1] = str(results), "260"
     with pytest.raises(SystemExit):
         long_answers.main()
@@ -148,7 +154,7 @@ def test_budgets_that_hold_write_at_a_pace_in_constant_bytes(
     results = tmp_path / "found.json"
     options = ["--cases", "2", "--writer", "held", "--first", "1", "--steps", "0", "--json", str(results)]
     monkeypatch.setattr(sys, "argv", [*command, *options])
-    monkeypatch.setattr(long_answers, "SPAN", 40)
+    monkeypatch.setattr(long_answers, "SPAN", 20)
     long_answers.main()
     found = json.loads(results.read_text())
     assert [len(answer) for answer in found["answers"]] == [NEW, NEW]

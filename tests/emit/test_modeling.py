@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from itertools import product
 
@@ -22,6 +23,7 @@ def family(name: str) -> Family:
     return Family.of({"model_type": name, **({"text_config": {"model_type": inner[0]}} if inner else {})})
 
 
+@cache  # families share most modules
 def relative_imports(code: bytes) -> set[str]:
     """The modules of the checkpoint that one of its files imports."""
     found = set()
@@ -48,6 +50,7 @@ def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, needs: Ne
     assert reached == set(files)
 
 
+@cache
 def runtime_imports(code: bytes) -> set[str]:
     """The same without what only type checkers read."""
     tree = ast.parse(code)
