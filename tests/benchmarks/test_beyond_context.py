@@ -172,6 +172,29 @@ def test_several_facts_of_a_text_are_found_as_often_as_the_docs_say() -> None:
     assert f"REFORM finds all four in {low} or {high} texts, BM25 in {least} to {most}" in page
 
 
+def test_lists_hold_as_many_words_as_the_docs_say() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "lists.json").read_text())
+    [(length, samples)] = found["results"].items()
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    assert f"in {len(samples)} texts of {int(length):,} tokens, one question names all four places" in page
+
+    def share(name: str) -> str:
+        words = beyond_context.recalled(samples, name)
+        return f"{words.mean:.0%} [{words.low:.0%}, {words.high:.0%}]"
+
+    def ahead(name: str, other: str) -> str:
+        words = beyond_context.recalled(samples, name, other)
+        return "{:.0f} points [{:.0f}, {:.0f}]".format(*(100 * value for value in (words.mean, words.low, words.high)))
+
+    full, reform, bm25, truncation = map(share, ("full attention", "REFORM", "BM25 retrieval", "truncation"))
+    assert (
+        f"Full attention lists {full} of the words, REFORM {reform}, BM25 {bm25} and truncation {truncation}." in page
+    )
+    of_full = ahead("REFORM", "full attention")
+    of_bm25 = ahead("BM25 retrieval", "REFORM").replace(" points", "")
+    assert f"REFORM is ahead of full attention by {of_full}, and behind BM25 by {of_bm25}." in page
+
+
 def test_two_hops_are_guessed_as_the_docs_say() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "two-hops.json").read_text())
     [(length, samples)] = found["results"].items()

@@ -369,6 +369,9 @@ def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
     assert f"the model recalls {recall['gates']} of the facts, and the original {recall['original']}." in page()
     assert f"With the heads that ER chooses it recalls {recall['er']}, a difference within its interval." in page()
     assert rows["er"].more.low < 0 < rows["er"].more.high
+    assert recall["first layers"] == recall["random"]
+    assert f"a draw of random heads recall {recall['random']}, and no fact outside of the window." in page()
+    assert rows["first layers"].outside.mean == rows["random"].outside.mean == 0
     assert f"heads chosen by HeadKV's ER recall {recall['er']} " in page("README.md")
     readme = f"In 4,096 tokens they recall {recall['gates']} of the facts, and the original {recall['original']};"
     assert readme in page("README.md")
