@@ -322,7 +322,7 @@ class Recipe:
         """
         try:
             return read_table(cls, tomllib.loads(text))
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number of 5,000 digits
             raise PolicyError(f"not TOML: {error}") from error
 
     @classmethod

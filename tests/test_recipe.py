@@ -154,6 +154,13 @@ def test_a_file_that_is_wrong_says_where(tmp_path, text, words):
     assert str(error.value) == f"{path}: {words}"
 
 
+def test_a_number_of_thousands_of_digits(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(f"sink = {'1' * 5000}")
+    with pytest.raises(RecipeError, match="not TOML: Exceeds the limit"):
+        Recipe.load(path)
+
+
 def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(RecipeError, match=r"cannot read nowhere\.toml: No such file"):
         Recipe.load("nowhere.toml")

@@ -1,7 +1,8 @@
 """The journal of an unfinished output folder: its fingerprint, and the tensors that are finished.
 
 One JSON object a line. The first line appears whole or not at all; a line that a crash tore is dropped. Each other line
-adds tensors of one shard; a line without tensors says that the shard starts over.
+adds tensors of one shard; a line without tensors says that the shard starts over. Each has a checksum: what stands
+before a line that was changed is not trusted, and is done again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+
+from blake3 import blake3
 
 from kvsurgery.errors import CheckpointError, OutputError
 
@@ -61,13 +64,15 @@ class Journal:
             raise
         journal = cls(folder, descriptor)
         for line in lines[1:]:
-            if line.keys() == {"shard", "tensors"} and isinstance(line["tensors"], dict):
-                journal._add(**line)
+            if line == _entry(line.get("shard"), line.get("tensors")):
+                journal._add(line["shard"], line["tensors"])
+            else:
+                journal.finished.clear()
         return journal
 
     def record(self, shard: str, tensors: dict[str, str]) -> None:
         """Record that tensors of a shard are on disk; without tensors, that none is."""
-        line = json.dumps({"shard": shard, "tensors": tensors}) + "\n"
+        line = json.dumps(_entry(shard, tensors)) + "\n"
         with self._lock:
             with os.fdopen(os.dup(self._descriptor), "ab") as file:
                 file.write(line.encode())
@@ -83,6 +88,12 @@ class Journal:
     def close(self) -> None:
         """Close the journal, so that another process can continue it."""
         os.close(self._descriptor)
+
+
+def _entry(shard: object, tensors: object) -> dict[str, object]:
+    """What a line holds, with its checksum."""
+    entry = {"shard": shard, "tensors": tensors}
+    return {**entry, "checksum": blake3(json.dumps(entry).encode()).hexdigest()}
 
 
 def _create(path: Path, fingerprint: Mapping[str, str]) -> None:
@@ -107,7 +118,7 @@ def _lock(descriptor: int, folder: Path) -> None:
 def _parse(line: bytes) -> dict:
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -26,7 +26,7 @@ FORMAT = "kvsurgery.provenance"
 VERSION = 1
 MAX_BYTES = 1 << 30
 # people edit cards and add pictures; such a change is not damage
-UNHASHED = (".gif", ".jpeg", ".jpg", ".md", ".png", ".svg", ".webp")
+EDITABLE = (".gif", ".jpeg", ".jpg", ".md", ".png", ".svg", ".webp")
 HASH = re.compile("[0-9a-f]{64}")
 
 
@@ -45,7 +45,7 @@ class Provenance:
         headers: by shard, hash of its header.
         tensors: by tensor, hash of the source's bytes.
         emitted: by emitted file, its hash; None for a file that people may edit.
-        copied: the same by copied file, including the index.
+        copied: by copied file, including the index, its hash; before version 0.2, None for a file that people may edit.
         originals: by replaced or omitted file, the source's bytes.
         left_out: files that `revert` does not restore, such as weights in other formats; folders end with a slash.
     """
@@ -122,9 +122,9 @@ class Provenance:
         return result
 
 
-def file_hash(name: str, digest: str) -> str | None:
-    """The hash that provenance records for a file; None for one that people may edit."""
-    return None if name.lower().endswith(UNHASHED) else digest
+def is_editable(name: str) -> bool:
+    """Whether people may edit a file, or remove it, so that it is no sign of damage: a card or a picture."""
+    return name.lower().endswith(EDITABLE)
 
 
 def _check(content: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # an index names every tensor of the largest models in a few MB; a config is far smaller
-MAX_JSON_BYTES = 100_000_000
+MAX_JSON_BYTES, MAX_DEPTH = 100_000_000, 100
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,12 @@ class Checkpoint:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor, shard by shard in file order."""
         return (tensor for shard in self.shards for tensor in shard.tensors)
+
+    @property
+    def positions(self) -> int | None:
+        """Positions that the model was made for, None where the config has no such number."""
+        positions = self.text_config.get("max_position_embeddings")
+        return positions if type(positions) is int and positions > 0 else None
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -155,7 +161,8 @@ def _check_tensors(folder: Path, shards: tuple[Shard, ...], names: dict[str, str
 
 def weight_bytes(*folders: Path) -> int:
     """Bytes of the safetensors files in folders."""
-    return sum(path.stat().st_size for folder in folders for path in folder.glob("*.safetensors"))
+    paths = (path for folder in folders for path in folder.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def _json_object(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -171,6 +178,12 @@ def _json_object(path: Path) -> tuple[dict[str, Any], bytes]:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        level = [item for part in level for item in (part.values() if isinstance(part, dict) else part)]
+        level = [item for item in level if isinstance(item, dict | list)]
+    if level:
+        raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} deep, as no file of its name is")
     return content, raw
 
 

@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from kvsurgery.errors import KVSurgeryError, RecipeError
+from kvsurgery.errors import Interrupted, KVSurgeryError, RecipeError
 from kvsurgery.version import __version__
 
 LONGEST = 1000  # characters of an error
@@ -40,6 +40,12 @@ class LazyGroup(click.Group):
             return None
         module = COMMANDS[cmd_name][0]
         return getattr(importlib.import_module(f"kvsurgery.cli.{module}"), module)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # of a command that has no hint of its own; click would exit with 1
+            raise Interrupted("give the same command again") from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

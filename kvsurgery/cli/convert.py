@@ -113,6 +113,7 @@ def convert(
     """
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of
+    from kvsurgery.conversion.output import check_no_other
     from kvsurgery.display import console
     from kvsurgery.emit.card import UNCHECKED
     from kvsurgery.emit.config import auto_class
@@ -148,6 +149,8 @@ def convert(
         write_recipe(prepared.policy.recipe, save_recipe)
         return
 
+    if request.folder is None:
+        check_no_other(out)
     if stream:
         with request.streamed() as (prepared, remote):
             _note(options, prepared)

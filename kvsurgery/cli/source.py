@@ -31,11 +31,11 @@ def warn(prepared: PreparedConversion) -> None:
     """Print what a choice by memory does not take into account."""
     from kvsurgery.display import console
 
-    fit, positions = prepared.fit, prepared.checkpoint.text_config.get("max_position_embeddings")
+    fit, positions = prepared.fit, prepared.checkpoint.positions
     if fit is None:
         return
     demand = fit.demand
-    if type(positions) is int and positions < demand.context:
+    if positions is not None and positions < demand.context:
         console.stderr.print(
             f"--context {demand.context} is beyond the {positions} positions that the model was made for"
         )

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from kvsurgery.checkpoint.headers import Shard, file_status, header_hashes
 from kvsurgery.checkpoint.journal import JOURNAL
-from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, file_hash
+from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_files import SideFiles, side_files
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.engine import JOBS
@@ -73,12 +73,17 @@ def convert(
     start, out = time.monotonic(), Path(out)
     weights = {shard.name for shard in checkpoint.shards} | ({INDEX} if checkpoint.index is not None else set())
     sides = side_files(checkpoint.folder, weights, files)
+    for name in sides.copied:
+        if (folder := name.partition("/")[0]) in {*files, PROVENANCE, INDEX} - {name}:
+            raise CheckpointError(
+                f"{checkpoint.folder / folder} is a folder, and conversion writes a file of this name"
+            )
     provenance = _provenance(checkpoint, plan, files, sides)
     report = Report(out, checkpoint.size, len(plan.moves), len(plan.moved), sides.left_out, 0.0)
     if _already_done(out, checkpoint, provenance):
         return replace(report, already_done=True, seconds=time.monotonic() - start)
 
-    copied_hashes: dict[str, str | None] = {}
+    copied_hashes: dict[str, str] = {}
     size = checkpoint.size + sum(len(content) for content in [*files.values(), *sides.originals.values()])
     size += sum((checkpoint.folder / name).stat().st_size for name in sides.copied)
     with Output.open(out, checkpoint.folder, size, _fingerprint(checkpoint, provenance)) as output:
@@ -86,7 +91,7 @@ def convert(
             if name != CONFIG:
                 output.write(name, content)
         for name in sides.copied:
-            copied_hashes[name] = file_hash(name, output.copy(name, checkpoint.folder / name))
+            copied_hashes[name] = output.copy(name, checkpoint.folder / name)
         tensors = _move(output, checkpoint, plan, jobs, progress)
         if checkpoint.index is not None:
             output.write(INDEX, checkpoint.index)
@@ -156,7 +161,7 @@ def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, b
         options=plan.policy.options,
         headers=header_hashes(checkpoint.shards),
         tensors={},
-        emitted={name: file_hash(name, blake3(content).hexdigest()) for name, content in files.items()},
+        emitted={name: None if is_editable(name) else blake3(content).hexdigest() for name, content in files.items()},
         copied=dict.fromkeys([*sides.copied, *([INDEX] if checkpoint.index is not None else [])]),
         originals=sides.originals,
         left_out=sides.left_out,
@@ -182,6 +187,11 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
                 f"{shard.path} is newer than its conversion in {out}; see whether it still is the same with "
                 f"`kvsurgery verify {out} --source {checkpoint.folder}`, or choose another folder"
             )
+        if not (out / shard.name).is_file() or (out / shard.name).stat().st_size != shard.size:
+            raise OutputError(f"{out / shard.name} is missing or cut short; remove {out}, and convert again")
+    for name in [*existing_provenance.emitted, *existing_provenance.copied]:
+        if not is_editable(name) and not (out / name).is_file():
+            raise OutputError(f"{out / name} is missing; remove {out}, and convert again")
     return True
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,12 @@ from blake3 import blake3
 
 from kvsurgery.checkpoint.headers import Shard
 from kvsurgery.checkpoint.journal import JOURNAL, PART, Journal
+from kvsurgery.checkpoint.provenance import PROVENANCE
 from kvsurgery.checkpoint.side_files import chunks
 from kvsurgery.conversion.engine import JOBS, Target, move_bytes
 from kvsurgery.conversion.plan import Move
 from kvsurgery.display.console import size as readable
-from kvsurgery.errors import Mismatch, OutputError
+from kvsurgery.errors import OutputError
 from kvsurgery.system.files import check_folder
 
 
@@ -28,7 +29,7 @@ class Output:
     """An output folder that is being filled; use as a context manager. `resumed` counts bytes of shards found finished.
 
     Leaving it without an error removes the journal, which makes the folder an ordinary checkpoint. After an error
-    finished shards and the journal stay, so that the same command goes on; after a mismatch nothing stays.
+    finished shards and the journal stay, so that the same command goes on, or `discard` removes them.
     """
 
     def __init__(self, folder: Path, journal: Journal, created: bool) -> None:
@@ -37,7 +38,6 @@ class Output:
         self.resumed = 0
         self._lock = threading.Lock()
         self._created = created
-        self._written: list[Path] = []
 
     @classmethod
     def open(cls, folder: Path, source: Path, size: int, fingerprint: Mapping[str, str]) -> Output:
@@ -138,8 +138,6 @@ class Output:
             if error is None:
                 os.unlink(self._journal.path)
                 _sync(self.folder)
-            elif isinstance(error, Mismatch):
-                self._discard()
         finally:
             self._journal.close()
         if isinstance(error, OSError):
@@ -167,27 +165,42 @@ class Output:
                 with suppress(OSError):
                     os.unlink(part)
             raise
-        self._written.append(path)
         _sync(path.parent)
 
-    def _discard(self) -> None:
-        for path in [*self._written, *(self.folder / name for name in self._journal.finished), self._journal.path]:
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove what this run and those before it wrote of the named files, and the folders made for them."""
+        paths = [self.folder / name for name in names]
+        for path in [*paths, *map(_part, paths), self._journal.path]:
             path.unlink(missing_ok=True)
-        folders = {path.parent for path in self._written} - {self.folder}
+        folders = {folder for path in paths for folder in path.parents if self.folder in folder.parents}
         for folder in sorted(folders, reverse=True) + [self.folder] * self._created:
             with suppress(OSError):
                 folder.rmdir()
+
+
+def check_no_other(folder: Path) -> None:
+    """Check, before a checkpoint is downloaded, that a folder holds nothing but a conversion, finished or not.
+
+    Raises:
+        OutputError: it holds something else.
+    """
+    if not (folder / PROVENANCE).exists():
+        _check_empty(folder)
 
 
 def _check_place(folder: Path, source: Path) -> None:
     resolved_folder, resolved_source = folder.resolve(), source.resolve()
     if resolved_folder == resolved_source or resolved_source in resolved_folder.parents:
         raise OutputError(f"{folder} is the source or lies in it; choose a folder of its own")
+    _check_empty(folder)
+    check_folder(folder)
+
+
+def _check_empty(folder: Path) -> None:
     if folder.is_dir():
         names = set(os.listdir(folder))
         if JOURNAL not in names and names - {JOURNAL + PART}:
             raise OutputError(f"{folder} is not empty; choose another folder, or remove it")
-    check_folder(folder)
 
 
 def check_space(folder: Path, size: int) -> None:

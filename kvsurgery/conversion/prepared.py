@@ -94,8 +94,7 @@ class PreparedConversion:
         else:
             policy = decide(profile, model, recipe, budgets, losses)
         if reform is not None:
-            positions = checkpoint.text_config.get("max_position_embeddings")
-            policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)
+            policy = with_reform(policy, reform, checkpoint.positions, user_marker(folder), recipe.reform)
         recorded_profile = profile or reform
         plan = plan_surgery(checkpoint, policy, recorded_profile.hash if recorded_profile else None)
         return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, recorded_profile), fit_result)

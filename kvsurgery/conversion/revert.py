@@ -15,8 +15,10 @@ from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.converted import Converted, open_converted
 from kvsurgery.conversion.engine import JOBS
 from kvsurgery.conversion.output import Output
-from kvsurgery.conversion.verify import check_source
+from kvsurgery.conversion.verify import check_file, check_source_files, check_source_tensors
 from kvsurgery.errors import KVSurgeryError, Mismatch
+
+CHANGED = "was changed after the conversion; the original cannot be given back"
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,8 @@ def revert(
     start, folder, out = time.monotonic(), Path(folder), Path(out)
     converted = open_converted(folder)
     provenance = converted.provenance
-    copied_files = [name for name in provenance.copied if name != INDEX]
-    for name in provenance.copied:
-        if not (folder / name).is_file():
-            raise Mismatch(f"{folder / name} is missing, and the original had it")
+    for name, digest in provenance.copied.items():
+        check_file(folder, name, digest, CHANGED)
     files = len(provenance.copied) + len(provenance.originals)
     report = RevertReport(
         out, provenance.source, converted.size, len(converted.moves), files, provenance.left_out, seconds=0.0
@@ -68,20 +68,36 @@ def revert(
         return replace(report, already_done=True, seconds=time.monotonic() - start)
     size = converted.size + sum(len(content) for content in provenance.originals.values())
     size += sum((folder / name).stat().st_size for name in provenance.copied)
-    with Output.open(out, folder, size, _fingerprint(converted)) as output:
-        for name in copied_files:
-            _copy(output, converted, name)
-        for name, content in provenance.originals.items():
-            if name != CONFIG:
-                output.write(name, content)
-        for shard in converted.shards:
-            output.shard(
-                shard, converted.moves, inverse=True, expected=provenance.tensors, jobs=jobs, progress=progress
-            )
-        if INDEX in provenance.copied:
-            _copy(output, converted, INDEX)
-        output.write(CONFIG, provenance.originals[CONFIG])
+    output = Output.open(out, folder, size, _fingerprint(converted))
+    try:
+        with output:
+            _write(output, converted, jobs, progress)
+    except Mismatch:
+        output.discard([*provenance.copied, *provenance.originals, *provenance.headers])
+        raise
     return replace(report, seconds=time.monotonic() - start)
+
+
+def _write(output: Output, converted: Converted, jobs: int, progress: Callable[[int], None] | None) -> None:
+    """Write the original, its config last."""
+    provenance = converted.provenance
+    for name in provenance.copied:
+        if name != INDEX:
+            _copy(output, converted, name)
+    for name, content in provenance.originals.items():
+        if name != CONFIG:
+            output.write(name, content)
+    for shard in converted.shards:
+        output.shard(shard, converted.moves, inverse=True, expected=provenance.tensors, jobs=jobs, progress=progress)
+    if INDEX in provenance.copied:
+        _copy(output, converted, INDEX)
+    output.write(CONFIG, provenance.originals[CONFIG])
+
+
+def _copy(output: Output, converted: Converted, name: str) -> None:
+    digest = converted.provenance.copied[name]
+    if output.copy(name, converted.folder / name) != digest and digest is not None:
+        raise Mismatch(f"{converted.folder / name} {CHANGED}")
 
 
 def _already_done(converted: Converted, out: Path, jobs: int) -> bool:
@@ -89,16 +105,12 @@ def _already_done(converted: Converted, out: Path, jobs: int) -> bool:
     if (out / JOURNAL).exists() or not (out / CONFIG).exists():
         return False
     try:
-        check_source(converted, Checkpoint.open(out), jobs)
+        original = Checkpoint.open(out)
+        check_source_files(converted, original)
+        check_source_tensors(converted, original, jobs)
     except KVSurgeryError:
         return False
     return True
-
-
-def _copy(output: Output, converted: Converted, name: str) -> None:
-    recorded_hash = converted.provenance.copied[name]
-    if output.copy(name, converted.folder / name) != recorded_hash and recorded_hash is not None:
-        raise Mismatch(f"{converted.folder / name} was changed after the conversion; the original cannot be given back")
 
 
 def _fingerprint(converted: Converted) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from kvsurgery.checkpoint.headers import changed_headers
-from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, file_hash
+from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_files import chunks, walk
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.converted import Converted, open_converted
@@ -59,20 +59,25 @@ def verify(
     """
     start, folder = time.monotonic(), Path(folder)
     provenance = Provenance.read(folder)
-    recorded_hashes = {**provenance.emitted, **provenance.copied}
-    for name, digest in recorded_hashes.items():
-        _check_file(folder, name, digest, "was changed after the conversion")
+    recorded_files = {**provenance.emitted, **provenance.copied}
+    checked_hashes = {name: digest for name, digest in recorded_files.items() if digest and not is_editable(name)}
+    for name, digest in checked_hashes.items():
+        check_file(folder, name, digest, "was changed after the conversion")
+    recorded_names = {PROVENANCE, *recorded_files, *provenance.headers}
+    unrecorded = tuple(name for name in walk(folder) if name not in recorded_names and not name.startswith("."))
     converted = open_converted(folder)
+    original = None if source is None else Checkpoint.open(source)
+    if original is not None:
+        check_source_files(converted, original)
     _check_tensors(converted, jobs, progress)
-    if source is not None:
-        check_source(converted, Checkpoint.open(source), jobs, progress)
-    recorded_names = {PROVENANCE, *recorded_hashes, *provenance.headers}
+    if original is not None:
+        check_source_tensors(converted, original, jobs, progress)
     return VerifyReport(
         provenance,
         converted.size,
         len(converted.moves),
-        sum(digest is not None for digest in recorded_hashes.values()),
-        tuple(name for name in walk(folder) if name not in recorded_names and not name.startswith(".")),
+        len(checked_hashes),
+        unrecorded,
         code_hashes({name: (folder / name).read_bytes() for name in provenance.emitted if name.endswith(".py")}),
         time.monotonic() - start,
     )
@@ -87,33 +92,40 @@ def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], No
         move_bytes(shard, converted.moves, inverse=True, expected=recorded_hashes, jobs=jobs, progress=progress)
 
 
-def check_source(
-    converted: Converted, source: Checkpoint, jobs: int = JOBS, progress: Callable[[int], None] | None = None
-) -> None:
-    """Check that `source` is the checkpoint that was converted.
+def check_source_files(converted: Converted, source: Checkpoint) -> None:
+    """Check that the side files and headers of `source` are those of the checkpoint that was converted.
 
     Raises:
-        Mismatch: the first file or tensor that is not.
+        Mismatch: the first file that is not.
     """
     provenance = converted.provenance
-    for name, digest in provenance.copied.items():
-        _check_file(source.folder, name, digest, "is not what was converted")
-    for name, content in provenance.originals.items():
-        _check_file(source.folder, name, file_hash(name, blake3(content).hexdigest()), "is not what was converted")
+    originals = {name: blake3(content).hexdigest() for name, content in provenance.originals.items()}
+    for name, digest in [*provenance.copied.items(), *originals.items()]:
+        check_file(source.folder, name, digest, "is not what was converted")
     if changed_files := changed_headers(source.shards, provenance.headers):
         raise Mismatch(f"{source.folder / changed_files[0]} is not what was converted")
+
+
+def check_source_tensors(
+    converted: Converted, source: Checkpoint, jobs: int = JOBS, progress: Callable[[int], None] | None = None
+) -> None:
+    """The same of its tensors."""
     for shard in source.shards:
         moves = {tensor.name: unmoved(tensor) for tensor in shard.tensors}
-        move_bytes(shard, moves, expected=provenance.tensors, jobs=jobs, progress=progress)
+        move_bytes(shard, moves, expected=converted.provenance.tensors, jobs=jobs, progress=progress)
 
 
-def _check_file(folder: Path, name: str, digest: str | None, fault: str) -> None:
-    """Check that a file is there and has the recorded hash, unless people may edit it."""
+def check_file(folder: Path, name: str, digest: str | None, fault: str) -> None:
+    """Check that a file is there and has its hash, where one was recorded.
+
+    Raises:
+        Mismatch: it has not; then the message ends in the `fault`.
+    """
     path = folder / name
-    if digest is None:
-        return
     if not path.is_file():
         raise Mismatch(f"{path} is missing")
+    if digest is None:
+        return
     hasher = blake3()
     for chunk in chunks(path):
         hasher.update(chunk)

@@ -153,7 +153,7 @@ def _front_matter(base_model: str | None, original: str) -> str:
     try:
         # this loader leaves scalars as strings: the language `no` is not false
         original_metadata = yaml.load(match[1], yaml.BaseLoader) if match else None
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         original_metadata = None
     kept_metadata = (
         {key: value for key, value in original_metadata.items() if key in KEPT_KEYS}

@@ -117,7 +117,7 @@ def converted_generation_config(raw: bytes) -> bytes:
     """generation_config.json without a cache implementation; the same bytes where it names none."""
     try:
         settings = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"generation_config.json is not JSON: {error}") from error
     if not isinstance(settings, dict) or not any(key in settings for key in CACHE_OPTIONS):
         return raw

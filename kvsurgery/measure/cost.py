@@ -61,10 +61,8 @@ def costs(checkpoint: Checkpoint) -> list[Cost]:
     family = Family.of(checkpoint.config)
     model = family.dimensions(checkpoint.config)
     weights = sum(_multiplied_weights(tensor, checkpoint) for tensor in checkpoint.tensors)
-    positions = checkpoint.text_config.get("max_position_embeddings")
-    max_context = positions if type(positions) is int and positions > 0 else LONGEST_PROMPT
     result = []
-    for method, lengths in _prompts(max_context):
+    for method, lengths in _prompts(checkpoint.positions or LONGEST_PROMPT):
         tokens = sum(lengths)
         attention_flops = sum(length * length / 2 for length in lengths) * 4 * model.query_width
         flops = PASSES[method] * (2.0 * weights * tokens + attention_flops)

@@ -62,7 +62,12 @@ def _fitting(reform: Reform, positions: int, stated_sizes: dict[str, Any]) -> Re
         )
         if larger_field is None or getattr(reform, larger_field) < 2:
             fixed_field = next(
-                (name for name in ("chunk", "encode_budget") if stated_sizes.get(name, 0) >= positions), None
+                (
+                    name
+                    for name in ("chunk", "encode_budget")
+                    if name in stated_sizes and stated_sizes[name] >= positions
+                ),
+                None,
             )
             if fixed_field:
                 raise PolicyError(

@@ -122,7 +122,7 @@ def document(path: Path, kind: tuple[str, int], command: str) -> Generator[dict[
         yield content
     except OSError as error:
         raise KVSurgeryError(f"cannot read {path}: {error.strerror}; run `{command}` first") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise KVSurgeryError(f"{path} is not what this version of `{command}` writes: {error}") from error
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ def edit_json(path: str, **changes: Any) -> None:
 
 
 def config(**changes: Any) -> Callable[[], None]:
-    return partial(edit_json, "llama/config.json", **changes)
+    return functools.partial(edit_json, "llama/config.json", **changes)
 
 
 def cut(size: int) -> Callable[[], None]:
-    return partial(os.truncate, f"llama/{SHARD}", size)
+    return functools.partial(os.truncate, f"llama/{SHARD}", size)
 
 
 def write(name: str, content: bytes) -> Callable[[], None]:
@@ -117,8 +117,8 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
     "empty shard": (cut(0), f"{SHARD} is truncated"),
     "missing shard": (lambda: Path("llama", SHARD).unlink(), f"{SHARD} is missing.*fetch it again"),
     "shard is a folder": (folder_for_shard, f"llama/{SHARD} is not a regular file"),
-    "config is a pipe": (partial(pipe, "config.json"), "config.json is not a regular file"),
-    "shard is a pipe": (partial(pipe, SHARD), f"{SHARD} is not a regular file"),
+    "config is a pipe": (functools.partial(pipe, "config.json"), "config.json is not a regular file"),
+    "shard is a pipe": (functools.partial(pipe, SHARD), f"{SHARD} is not a regular file"),
     "git lfs pointer": (write(SHARD, b"version https://git-lfs.github.com/spec/v1\n"), SHARD),
     "corrupt header": (shard(b'{"a": [}', bytes(8)), f"{SHARD} has a corrupt header"),
     "header beyond the file": (shard({}, length=1 << 62), f"{SHARD} is truncated"),
@@ -159,6 +159,10 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
     "config is not text": (write("config.json", b"\xff\xfe"), "config.json is not JSON"),
     "config is a list": (write("config.json", b"[]"), "config.json is not a JSON object"),
     "config is too deep": (write("config.json", b'{"a":' * 99_999), "config.json is not JSON"),
+    "a value is too deep": (
+        config(more=functools.reduce(lambda inner, _: [inner], range(200), [])),
+        "more than 100 deep",
+    ),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers is 0"),
     "too many layers": (config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
     "negative heads": (config(num_attention_heads=-6), "num_attention_heads is -6"),
@@ -173,6 +177,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
     "another width": (config(hidden_size=16), "config.json implies"),
     "rope is text": (config(rope_theta=1e4, rope_scaling="linear"), "RoPE settings"),
     "generation config is no JSON": (write("generation_config.json", b"{"), "generation_config.json is not JSON"),
+    "generation config is too deep": (write("generation_config.json", b"[" * 99_999), "generation_config.json is not"),
 }
 
 
@@ -186,6 +191,11 @@ def test_source(here: Path, damage: Callable[[], None], words: str, dry_run: boo
 def test_side_file_that_cannot_be_copied(here: Path) -> None:
     Path("llama/vocab.txt").symlink_to("gone")
     nothing_happens(here, "llama/vocab.txt is a link to nothing; fetch it again", *CONVERT)
+
+
+def test_a_card_whose_metadata_is_no_yaml(here: Path) -> None:
+    Path("llama/README.md").write_text('---\nlicense: "\\U00110000"\n---\n')
+    done(*CONVERT)
 
 
 def test_converted_source(here: Path) -> None:

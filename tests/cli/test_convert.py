@@ -264,6 +264,16 @@ class TestAgain:
         assert tree(here / "out").items() <= tree(here / whole).items()
 
 
+def test_an_interrupt_where_nothing_is_half_done(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done("convert", "llama", "--profile", PROFILE, "--out", "out")
+    monkeypatch.setattr(
+        "kvsurgery.conversion.verify._check_tensors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    interrupted = run("verify", "out")
+    assert interrupted.code == 130
+    assert interrupted.err.endswith("kvsurgery: interrupted; give the same command again\n")
+
+
 def test_converting_loads_neither_torch_nor_transformers(here: Path) -> None:
     result = child("convert", "llama", "--profile", PROFILE, "--out", "out")
     assert result.returncode == 0, result.stderr

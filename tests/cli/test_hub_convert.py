@@ -82,6 +82,12 @@ def test_a_dry_run_and_a_refusal_fetch_headers_only(hub, stock, tmp_path):
     assert fetched() == 2 * headers
     assert not (tmp_path / "out").exists()
 
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    refused = convert(hub, stock, tmp_path)
+    assert "out is not empty" in refused.stderr
+    assert fetched() == 2 * headers
+
 
 def test_a_download_that_failed_goes_on(hub, stock, tmp_path):
     name = sorted(weights(stock))[1]

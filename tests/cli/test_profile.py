@@ -213,8 +213,9 @@ class TestMerge:
         run("merge", *seeds, "-o", "p.safetensors", "--base-model", "org/model")
         assert HeadProfile.load("p.safetensors").base_model == "org/model"
 
-    @pytest.mark.parametrize("out", ["1.safetensors", "./1.safetensors"])
+    @pytest.mark.parametrize("out", ["1.safetensors", "./1.safetensors", "gone/../1.safetensors", "link.safetensors"])
     def test_no_input_is_overwritten(self, seeds, out):
+        Path("link.safetensors").symlink_to("1.safetensors")
         before = Path("1.safetensors").read_bytes()
         result = CliRunner().invoke(profile, ["merge", *seeds, "-o", out])
         assert result.exit_code == 2

@@ -3,8 +3,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,7 +55,7 @@ def test_provenance_hashes_are_of_the_source(source: Path, out: Path) -> None:
     assert provenance["copied"]["LICENSE"] == blake3(b"do what you like").hexdigest()
     assert provenance["emitted"]["kv_generation.py"] == blake3(b"pass").hexdigest()
     assert provenance["emitted"]["README.md"] is None
-    assert provenance["copied"]["picture.png"] is None
+    assert provenance["copied"]["picture.png"] == blake3((source / "picture.png").read_bytes()).hexdigest()
     for name, digest in provenance["headers"].items():
         raw = (source / name).read_bytes()
         assert digest == blake3(raw[: 8 + int.from_bytes(raw[:8], "little")]).hexdigest()
@@ -276,6 +278,47 @@ def test_torn_line_of_the_journal(source: Path, out: Path, monkeypatch: pytest.M
     (out / JOURNAL).write_bytes(raw[:-20])
     convert_llama(source, out)
     assert tree(out) == undisturbed(source)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: lines + b'{"shard": ["x"], "tensors": {"a": "b"}}\n',
+        lambda lines: lines + b"[" * 100_000 + b"\n",
+        lambda lines: lines + b'{"shard": "../x.safetensors", "tensors": {}}\n',
+        lambda lines: re.sub(rb'": "[0-9a-f]{3}', b'": "fff', lines),
+        lambda lines: re.sub(rb'": "[0-9a-f]{64}"', b'": 5', lines),
+    ],
+    ids=["list", "nested", "outside", "digits", "number"],
+)
+def test_shards_of_a_changed_journal_are_written_again(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
+    interrupt(source, out, "config.json", monkeypatch)
+    first, end, lines = (out / JOURNAL).read_bytes().partition(b"\n")
+    (out / JOURNAL).write_bytes(first + end + damage(lines))
+    convert_llama(source, out)
+    assert tree(out) == undisturbed(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("model-00002-of-00003.safetensors", 100), ("tokenizer.json", None), ("kv_generation.py", None)]
+)
+def test_a_finished_conversion_that_lacks_something(source: Path, out: Path, name: str, size: int | None) -> None:
+    convert_llama(source, out)
+    (out / "picture.png").unlink()
+    assert convert_llama(source, out).already_done
+    (out / name).unlink() if size is None else os.truncate(out / name, size)
+    with pytest.raises(OutputError, match=f"{name} is missing.*; remove .*, and convert again"):
+        convert_llama(source, out)
+
+
+def test_a_folder_with_the_name_of_an_emitted_file(source: Path, out: Path) -> None:
+    (source / "kv_generation.py").mkdir()
+    (source / "kv_generation.py" / "words.txt").write_text("words")
+    with pytest.raises(CheckpointError, match=r"kv_generation\.py is a folder, and conversion writes a file"):
+        convert_llama(source, out)
+    assert not out.exists()
 
 
 def test_two_conversions_at_once(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

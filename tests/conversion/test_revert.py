@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.conversion.revert import revert
 from kvsurgery.errors import CheckpointError, Mismatch, OutputError
 from tests.helpers.families import EVERY, make
@@ -67,7 +69,7 @@ def test_repeating_a_finished_revert(converted: Path, tmp_path: Path) -> None:
         revert(converted, tmp_path / "back")
 
 
-@pytest.mark.parametrize("name", ["model-00003-of-00003.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["model-00003-of-00003.safetensors", "tokenizer.json", "picture.png"])
 def test_changed_bytes_leave_nothing_behind(converted: Path, tmp_path: Path, name: str) -> None:
     content = bytearray((converted / name).read_bytes())
     content[-1] ^= 1
@@ -81,7 +83,28 @@ def test_changed_bytes_leave_nothing_behind(converted: Path, tmp_path: Path, nam
     assert tree(tmp_path / "empty") == {}
 
 
-@pytest.mark.parametrize("name", ["model-00003-of-00003.safetensors", "tokenizer.json"])
+def test_nothing_is_left_of_an_interrupted_run_that_finds_damage(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But what the run did not write stays, whatever its journal says."""
+    back, weights = tmp_path / "back", converted / "model-00003-of-00003.safetensors"
+    (tmp_path / "mine.safetensors").write_text("mine")
+    content, status = bytearray(weights.read_bytes()), weights.stat()
+    interrupted_at(12, monkeypatch, lambda: revert(converted, back))
+    (back / "notes").mkdir()
+    (back / "notes" / "mine.txt").write_text("mine")
+    with (back / JOURNAL).open("a") as journal:
+        journal.write('{"shard": "../mine.safetensors", "tensors": {"a": "b"}}\n')
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(Mismatch, match=weights.name):
+        revert(converted, back)
+    assert tree(back) == {"notes/mine.txt": b"mine"}
+    assert (tmp_path / "mine.safetensors").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["model-00003-of-00003.safetensors", "tokenizer.json", "picture.png"])
 def test_missing_file(converted: Path, tmp_path: Path, name: str) -> None:
     (converted / name).unlink()
     with pytest.raises(Mismatch, match=f"{name} is missing"):
@@ -120,19 +143,25 @@ def test_names_in_the_provenance_stay_in_the_folder(converted: Path, tmp_path: P
     assert not (tmp_path / "escaped").exists()
 
 
-def test_resumes(converted: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    back, replace, calls = tmp_path / "back", os.replace, []
+def interrupted_at(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
+    """Run until the disk is full, when so many files would have got their names."""
+    replace, calls = os.replace, []
 
     def full(start: Path, end: Path) -> None:
         calls.append(end)
-        if len(calls) == 12:
+        if len(calls) == count:
             raise OSError(28, "No space left on device")
         replace(start, end)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         with pytest.raises(OutputError, match="run the same command again"):
-            revert(converted, back)
+            run()
+
+
+def test_resumes(converted: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    back = tmp_path / "back"
+    interrupted_at(12, monkeypatch, lambda: revert(converted, back))
     assert not (back / "config.json").exists()
     kept = back / "model-00001-of-00003.safetensors"
     before = kept.stat().st_mtime_ns

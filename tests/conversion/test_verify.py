@@ -121,6 +121,20 @@ def test_another_source(source: Path, converted: Path, name: str) -> None:
         verify(converted, source)
 
 
+def test_an_edited_picture_is_no_damage_but_not_the_sources(source: Path, converted: Path) -> None:
+    (converted / "picture.png").write_bytes(b"another")
+    verify(converted, source)
+    (source / "picture.png").write_bytes(b"another")
+    with pytest.raises(Mismatch, match=r"picture\.png is not what was converted"):
+        verify(converted, source)
+
+
+def test_a_source_is_looked_at_before_tensors_are_hashed(converted: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"empty/config\.json"):
+        verify(converted, tmp_path / "empty", progress=lambda done: pytest.fail("tensors were hashed"))
+
+
 def test_source_split_otherwise(converted: Path, tmp_path: Path) -> None:
     other = llama_checkpoint(tmp_path / "other", shards=2)
     with pytest.raises(Mismatch, match="is not what was converted"):

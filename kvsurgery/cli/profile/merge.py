@@ -48,7 +48,7 @@ def merge(
     from kvsurgery.profile import merging
     from kvsurgery.profile.loading import load_scores
 
-    if any(Path(path).absolute() == out.absolute() for path in paths):
+    if any(Path(path).resolve() == out.resolve() for path in paths):
         raise click.UsageError(f"{out} is one of the profiles to merge; give another output file")
     profiles = [load_scores(path) for path in paths]
     save(merging.merge(profiles, how, base_model=base_model, group_reduce=group_reduce), out)
