@@ -376,6 +376,7 @@ class Columns:
 
     def crop(self, length: int) -> None:
         """Forget columns from `length` on."""
+        self.expected = min(self.expected, length)
         self.confirmed, self.padding_open = length, bool(self.pads)
 
 

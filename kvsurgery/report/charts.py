@@ -170,6 +170,8 @@ def plain_size(count: float) -> str:
 def label(name: Any, max_width: int = MAX_NAME_WIDTH) -> str:
     """A name from a file as a chart can show it: on one line, of a long one the end."""
     text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(name))
+    if text.startswith("_"):  # matplotlib leaves such names out of legends
+        text = f"\N{ZERO WIDTH SPACE}{text}"
     # letters of East Asia are as wide as two
     widths = [2 if east_asian_width(letter) in "WF" else 1 for letter in text]
     if sum(widths) <= max_width:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsurgery.display.console import size
+from kvsurgery.emit.card import ITEMSIZES
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.heads.kinds import FULL, kinds_of
@@ -42,7 +43,11 @@ def checkpoint_rows(comparison: Comparison) -> list[TableRow]:
     entries = comparison.entries
     rows = [
         *_heads(entries),
-        TableRow("bits of the KV cache", "", [Cell("16"), *(Cell(_bits(entry)) for entry in entries)]),
+        TableRow(
+            "bits of the KV cache",
+            "",
+            [Cell(str(_unquantized_bits(entries[0]))), *(Cell(_bits(entry)) for entry in entries)],
+        ),
         _kv_bytes(entries),
     ]
     if any(entry.bench for entry in entries):
@@ -91,11 +96,15 @@ def _heads(entries: Sequence[Entry]) -> Iterator[TableRow]:
 
 
 def _bits(entry: Entry) -> str:
-    quantization = entry.checkpoint["surgery"]["quantization"]
-    bits = quantization["bits"] if quantization else 16
+    quantization, unquantized_bits = entry.checkpoint["surgery"]["quantization"], _unquantized_bits(entry)
+    bits = quantization["bits"] if quantization else unquantized_bits
     # of layers that differ, each width once
-    widths = {bits} if isinstance(bits, int) else {layer_bits or 16 for layer_bits in bits}
+    widths = {bits} if isinstance(bits, int) else {layer_bits or unquantized_bits for layer_bits in bits}
     return ", ".join(map(str, sorted(widths, reverse=True)))
+
+
+def _unquantized_bits(entry: Entry) -> int:
+    return 8 * ITEMSIZES[entry.checkpoint["surgery"].get("kv_dtype", "16 bit")]
 
 
 def _kv_bytes(entries: Sequence[Entry]) -> TableRow:

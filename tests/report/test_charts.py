@@ -91,6 +91,7 @@ def test_numbers_of_tokens(count, shown):
         ("一二三", "一二三"),
         ("一二三四", "…三四"),
         ("a\nb", "a\N{REPLACEMENT CHARACTER}b"),
+        ("_a", "\N{ZERO WIDTH SPACE}_a"),  # matplotlib has no legend for names that begin with an underscore
     ],
 )
 def test_names_are_as_long_as_there_is_room(name, shown):

@@ -162,6 +162,16 @@ def test_cropping_padded_rows(llama):
     assert largest(found - expected[:, 30:], expected) <= 1e-5
 
 
+@torch.no_grad()
+def test_the_decoder_can_be_called_after_a_crop(llama):
+    ids = tokens(1, 20)
+    cache = llama(ids).past_key_values
+    cache.crop(-1)
+    found = llama.model(ids[:, :3], past_key_values=cache).last_hidden_state
+    expected = llama.model(torch.cat([ids[:, :-1], ids[:, :3]], 1)).last_hidden_state[:, -3:]
+    assert largest(found - expected, expected) <= 1e-5
+
+
 def test_short_sequences_can_be_cropped_anywhere(llama):
     cache = llama(tokens(1, 8)).past_key_values  # sink 3 + recent 5: nothing was dropped
     cache.crop(-6)
