@@ -17,7 +17,11 @@ import trials
 import which_cache
 
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.heads.dimensions import ModelLayers
+from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.loading import load_scores
+from kvsurgery.recipe import Recipe
 from kvsurgery.report.colors import DARK
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.haystack import Haystack
@@ -192,6 +196,26 @@ def test_what_the_docs_say_of_facts_and_divergence() -> None:
     )
     assert by_layer.share <= quanto.share
     assert by_layer.scores.kl.mean < 0.55 * quanto.scores.kl.mean
+
+
+def test_presses_answer_at_the_end_and_lose_later_as_the_docs_say() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "which-cache-at-end.json").read_text())
+    assert "\n".join(cache_report.asked_table(report)) in (ROOT / "docs" / "results.md").read_text()
+    later, at_end = (
+        {row.name: row.scores.more for row in cache_report.rows(report, right) if row.name != "original"}
+        for right in ("right", "right_at_end")
+    )
+    assert all(more.low <= 0 <= more.high for more in at_end.values())
+    for name, more in later.items():
+        assert more.high < 0 if name.startswith("SnapKV") else more.low <= 0 <= more.high
+    profile = load_scores(ROOT / "examples" / "smollm2" / "er.safetensors")
+    recipe = Recipe(rest="budgeted", budget=256)
+    layers = decide(profile, ModelLayers((None,) * profile.model.layers), recipe, None, None).layout.layers
+    budgets = np.array([budget for layer in layers for budget in layer.budgets])
+    length = report["settings"]["length"]
+    whole, half = (budgets >= length).sum(), ((budgets > length / 2) & (budgets < length)).sum()
+    said = f"{whole} of the {len(budgets)} heads keep the whole text and {half} others more than half of it."
+    assert said in page()
 
 
 def page() -> str:
