@@ -46,5 +46,5 @@ def convert(
     if profile is not None and not isinstance(profile, HeadProfile):
         profile = load_scores(profile)
     request = Request.of(source, revision, recipe, [] if profile is None else [profile])
-    prepared = request.prepare()
+    prepared = request.prepare(Path(out))
     return write(prepared.checkpoint, prepared.plan, out, prepared.files, jobs=jobs, progress=progress)

@@ -113,7 +113,6 @@ def convert(
     """
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of
-    from kvsurgery.conversion.output import check_no_other
     from kvsurgery.display import console
     from kvsurgery.emit.card import UNCHECKED
     from kvsurgery.emit.config import auto_class
@@ -138,7 +137,7 @@ def convert(
     if options["method"] == "reform" and (request.profile is not None or request.reform is None):
         raise click.UsageError("--method reform takes a reform profile alone; to add scores, leave --method out")
     if dry_run or out is None:
-        prepared = request.prepare(weights=False)
+        prepared = request.prepare()
         _note(options, prepared)
         facts = plan.plan_facts(prepared, request.profile or request.reform)
         if as_json:
@@ -149,14 +148,12 @@ def convert(
         write_recipe(prepared.policy.recipe, save_recipe)
         return
 
-    if request.folder is None:
-        check_no_other(out)
     if stream:
         with request.streamed() as (prepared, remote):
             _note(options, prepared)
             result = _convert(prepared, out, jobs, kv_check, remote)
     else:
-        prepared = request.prepare()
+        prepared = request.prepare(out)
         _note(options, prepared)
         result = _convert(prepared, out, jobs, kv_check)
     facts = plan.plan_facts(prepared, request.profile or request.reform)

@@ -112,7 +112,7 @@ def fit(
     if save_recipe is not None:
         check_recipe_file(save_recipe)
     request = request_of(source, revision, recipe_of(options, fit=Demand(memory, context, batch, new_tokens, chunk)))
-    prepared = request.prepare(weights=False)
+    prepared = request.prepare()
     warn(prepared)
     name, recipe, fit_result = prepared.checkpoint.name, prepared.policy.recipe, prepared.fit
     assert fit_result is not None  # as the recipe has a demand

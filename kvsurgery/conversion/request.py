@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvsurgery.conversion.output import check_no_other, check_space
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import CheckpointError, HubError, ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
@@ -94,8 +95,11 @@ class Request:
             revision=commit,
         )
 
-    def prepare(self, weights: bool = True) -> PreparedConversion:
-        """Plan the conversion. The weights of a Hub id are downloaded only if asked for, and only after its headers.
+    def prepare(self, out: Path | None = None) -> PreparedConversion:
+        """Plan the conversion. The weights of a Hub id are downloaded only for a folder to fill, after its headers.
+
+        Args:
+            out: this folder; before a download, what it holds and the room for it are checked.
 
         Raises:
             KVSurgeryError: every reason why the conversion cannot be done that headers can show, or the Hub fails.
@@ -105,10 +109,15 @@ class Request:
         from kvsurgery import hub
 
         with no_such_folder(self.place):
-            if weights:
-                return self.plan(*hub.fetch_checkpoint(self.place, self.revision, check=self.plan))
-            with hub.headers(self.place, self.revision) as remote:
-                return self.plan(remote.folder, remote.commit)
+            if out is None:
+                with hub.headers(self.place, self.revision) as remote:
+                    return self.plan(remote.folder, remote.commit)
+            check_no_other(out)
+
+            def check(folder: Path) -> None:
+                check_space(out, self.plan(folder).checkpoint.size)
+
+            return self.plan(*hub.fetch_checkpoint(self.place, self.revision, check))
 
     def fetched(self, check: Callable[[Path], object]) -> tuple[Path, dict[str, str]]:
         """The folder of a checkpoint that is converted several times, and what `PreparedConversion.prepare` calls it.
