@@ -404,9 +404,16 @@ def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
     table = agreement.table(profiles)
     assert "\n".join(table) in text
     assert table[3].startswith("| minutes |  | 0.98, 45 |")  # of two seeds
+    said = " ".join(text.split())
+
+    def shared(one: str, other: str) -> int:
+        return next(each.shared for each in compare(profiles[one], profiles[other]).overlaps if each.sparsity == 0.5)
+
+    assert f"in place of 384 to 768, change {45 - shared('longer', 'minutes')} of the 45 heads." in said
+    assert f"then share {shared('longer', 'er')} heads in place of {shared('minutes', 'er')}." in said
     agreed = {name: compare(profiles["lm"], profiles[name]).spearman for name in profiles if name != "lm"}
     lowest, second, *_, highest = sorted(agreed, key=lambda name: agreed[name])
     assert (lowest, second, highest) == ("r", "attention", "losses")
-    assert f"are 0 for {np.count_nonzero(profiles['r'].scores == 0)} of the 270 query heads" in " ".join(text.split())
+    assert f"are 0 for {np.count_nonzero(profiles['r'].scores == 0)} of the 270 query heads" in said
     assert f"Of ER's 100 needles the model answered {profiles['er'].provenance['successes']}, and of R's " in text
     assert f"and of R's {profiles['r'].provenance['successes']};" in text
