@@ -367,12 +367,16 @@ def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
     rows = {row.heads: row.scores for row in heads_report.rows(results("which-heads-4096"), "64+256")}
     recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
     assert f"the model recalls {recall['gates']} of the facts, and the original {recall['original']}." in page()
-    assert f"With the heads that ER chooses it recalls {recall['er']}, a difference within its interval." in page()
+    assert f"With the heads that ER chooses it recalls {recall['er']}, a difference within its interval, " in page()
     assert rows["er"].more.low < 0 < rows["er"].more.high
+    longer = "gates of longer prompts"
+    assert rows[longer].more.low < 0 < rows[longer].more.high
+    assert f"[{longer}](../examples/smollm2/README.md#profiles) {recall[longer]}." in page()
+    assert f"by {longer} {recall[longer]} (" in page("README.md")
     assert recall["first layers"] == recall["random"]
     assert f"a draw of random heads recall {recall['random']}, and no fact outside of the window." in page()
     assert rows["first layers"].outside.mean == rows["random"].outside.mean == 0
-    assert f"heads chosen by HeadKV's ER recall {recall['er']} " in page("README.md")
+    assert f"heads chosen by HeadKV's ER recall {recall['er']}, " in page("README.md")
     readme = f"In 4,096 tokens they recall {recall['gates']} of the facts, and the original {recall['original']};"
     assert readme in page("README.md")
     assert rows["gates"].more.high < 0
