@@ -92,34 +92,31 @@ def model_card(
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) is not None
     auto = auto_class(config)
     layers = policy.layout.layers
-    return (
-        template_environment()
-        .get_template("model_card.md.jinja")
-        .render(
-            auto_class=auto,
-            base_model=base_model,
-            check="" if policy.quantization is None else with_section("", UNCHECKED, CHECK),
-            code={name: _summary(text) for name, text in code.items()},
-            dtype=loaded_dtype(config),
-            front_matter=_front_matter(base_model if on_hub else None, original),
-            hashes=code_hashes(code),
-            kv_rows=kv_table(config),
-            linear_layers=sum(not layer.heads for layer in policy.layout.attended),
-            longest=length_name(lengths_of(config)[-1]),
-            model_type=config["model_type"],
-            on_hub=on_hub,
-            other_kinds={kind: [layer for layer in layers if kind.count(layer)] for kind in OTHERS},
-            policy=policy,
-            preprocessor="processor" if auto == "AutoModelForImageTextToText" else "tokenizer",
-            profile=profile,
-            quantization=quantization_section(policy.layout),
-            ranks=rank_table(config, replicated),
-            replicated=replicated,
-            served=_forecast_or_refusal(config),
-            sharing_layers=sum(layer.source is not None for layer in policy.layers),
-            unquantized=[kind.heads for kind in unquantized(policy.layout)],
-            version=__version__,
-        )
+    template = template_environment().get_template("model_card.md.jinja")
+    return template.render(
+        auto_class=auto,
+        base_model=base_model,
+        check="" if policy.quantization is None else with_section("", UNCHECKED, CHECK),
+        code={name: _summary(text) for name, text in code.items()},
+        dtype=loaded_dtype(config),
+        front_matter=_front_matter(base_model if on_hub else None, original),
+        hashes=code_hashes(code),
+        kv_rows=kv_table(config),
+        linear_layers=sum(not layer.heads for layer in policy.layout.attended),
+        longest=length_name(lengths_of(config)[-1]),
+        model_type=config["model_type"],
+        on_hub=on_hub,
+        other_kinds={kind: [layer for layer in layers if kind.count(layer)] for kind in OTHERS},
+        policy=policy,
+        preprocessor="processor" if auto == "AutoModelForImageTextToText" else "tokenizer",
+        profile=profile,
+        quantization=quantization_section(policy.layout),
+        ranks=rank_table(config, replicated),
+        replicated=replicated,
+        served=_forecast_or_refusal(config),
+        sharing_layers=sum(layer.source is not None for layer in policy.layers),
+        unquantized=[kind.heads for kind in unquantized(policy.layout)],
+        version=__version__,
     )
 
 
