@@ -236,7 +236,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> list[str]:
     """Lines of Markdown: every model beside the original."""
     lines = [
-        "| full heads | requests per second of CPU | requests at once, mean | requests at once, most | preemptions |",
+        "| full heads | requests per CPU second | mean concurrent requests | most concurrent | preemptions |",
         "|---|---|---|---|---|",
     ]
     for name, result in report["results"].items():

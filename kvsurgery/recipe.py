@@ -89,15 +89,15 @@ class Demand:
     def __post_init__(self) -> None:
         check_types(self, "fit.")
         if not 1 <= self.context <= MAX_TOKENS:
-            raise PolicyError(f"`context` lies in [1, {MAX_TOKENS}] tokens, got {self.context}")
+            raise PolicyError(f"`context` must lie in [1, {MAX_TOKENS}] tokens, got {self.context}")
         if not 1 <= self.batch <= MAX_BATCH:
-            raise PolicyError(f"`batch` lies in [1, {MAX_BATCH}], got {self.batch}")
+            raise PolicyError(f"`batch` must lie in [1, {MAX_BATCH}], got {self.batch}")
         if not 0 <= self.new_tokens < self.context:
             raise PolicyError(
-                f"`new_tokens` are a part of `context` and leave a prompt, got {self.new_tokens} of {self.context}"
+                f"`new_tokens` must be less than `context`, to leave a prompt; got {self.new_tokens} of {self.context}"
             )
         if self.chunk < 1:
-            raise PolicyError(f"`chunk` is at least 1 token, got {self.chunk}")
+            raise PolicyError(f"`chunk` must be at least 1 token, got {self.chunk}")
 
     @property
     def prompt(self) -> int:

@@ -41,7 +41,7 @@ def setting(
 
 def lengths_setting() -> Any:
     """The lengths of prompts, by default what `default_lengths` gives."""
-    return setting(None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True)
+    return setting(None, "lengths", "prompt lengths in tokens", default="five up to 32000", tokens=True)
 
 
 def text_setting() -> Any:
@@ -53,8 +53,8 @@ def text_setting() -> Any:
 def needles_setting() -> Any:
     """A needle set, as `read_set` takes it, or "auto"."""
     help_text = (
-        "a JSONL file, or a shipped set: word, fact and phrase, from easy to hard; choice and reasoning, which take a "
-        "reason; or auto, the hardest set that the original answers in at least half of the trials"
+        "a JSONL file, or a shipped set: word, fact and phrase, from easy to hard; choice and reasoning, which need "
+        "reasoning; or auto, the hardest set that the original answers in at least half of the trials"
     )
     return setting("auto", "needles", help_text)
 

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 @click.option(
     "--source",
     metavar="SRC",
-    help="The original: a folder or a Hub id.  [default: (its class over DIR's weights)]",
+    help="The original: a folder or a Hub id.  [default: (the stock class, loaded with DIR's weights)]",
 )
 @device_option
 @dtype_option
 @click.option(
     "--lengths",
     type=Several(Tokens()),
-    help="Tokens of prompts.  [default: (512,1K,2K,4K on a CPU, 4K,16K,64K on a GPU, as far as the context goes)]",
+    help="Prompt lengths in tokens.  [default: (512,1K,2K,4K on a CPU, 4K,16K,64K on a GPU, up to the context)]",
 )
 @click.option("--batches", type=Several(click.INT), default="1", show_default=True, help="Prompts read together.")
 @click.option(

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     click.option(
         "--kv-check",
         metavar="TEXT",
-        help="After the conversion, measure on this text how far the next token is from the original's, and write it "
-        "to the model card.",
+        help="After the conversion, measure on this text how far the next token diverges from the original's (KL, in "
+        "nats), and write it to the model card.",
     ),
 )
 @reform_options

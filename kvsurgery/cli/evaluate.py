@@ -42,10 +42,10 @@ def evaluate(
 
     The tasks needle, passkey, perplexity, cloze and ruler are generated, in words that the tokenizer must know. The
     tasks babilong, infinitebench, longbench, longbench_v2, loogle and scbench read the published data, from files or
-    from the Hub; repoeval and mm_niah read files. scbench asks several questions on the cache that their context has
-    left. mm_niah asks models that read images. mt_bench has no score: the answers of each model are written for a
-    judge. Processes started by torchrun share the samples. With --tp they share the model, which must have been
-    converted for that many processes.
+    from the Hub; repoeval and mm_niah read files. scbench reads a context and asks several questions,
+    each on a copy of its cache. mm_niah is for models that read images. mt_bench has no score: the answers of each
+    model are written for a judge. Processes started by torchrun share the samples. With --tp they share the model,
+    which must have been converted for that many processes.
 
     \b
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K

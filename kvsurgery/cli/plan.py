@@ -214,7 +214,7 @@ def print_result(result: Mapping[str, Any]) -> None:
     if result["already_done"]:
         line = f"{out} is this conversion already; nothing to do"
     else:
-        resumed_note = f", {console.size(result['resumed'])} of them before" if result["resumed"] else ""
+        resumed_note = f", {console.size(result['resumed'])} of them in an earlier run" if result["resumed"] else ""
         fetched_note = ""
         if "fetched" in result:
             fetched_note = f", {console.size(result['fetched'])} fetched in {result['requests']} requests"

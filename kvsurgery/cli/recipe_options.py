@@ -132,8 +132,9 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         ),
         "beta": (
             float,
-            "A budget is B - B/beta, plus a part by score of a pool of B/beta per head. A larger beta means a smaller "
-            "pool and more even budgets.  [default: (1.2; shares and budgets keep their proportions)]",
+            "Every head gets B - B/beta tokens; the other B/beta per head form a pool that is divided by score. A "
+            "larger beta means a smaller pool and more even budgets.  [default: (1.2; shares and budgets keep their "
+            "proportions)]",
         ),
         "window": (
             int,

@@ -58,7 +58,9 @@ class TrialSizes:
         quantization = Quantization(4)
         min_context = max(quantization.sink + quantization.residual + 129, self.sink + self.recent + 1)
         if self.context < min_context:
-            raise ProfileError(f"`context` is at least {min_context} tokens, so that caches differ, got {self.context}")
+            raise ProfileError(
+                f"`context` must be at least {min_context} tokens, so that caches differ, got {self.context}"
+            )
 
     def of(self, text: np.ndarray, prefix_tokens: Sequence[int]) -> list[torch.Tensor]:
         """The passages of a text, int64 [length] each, with `prefix_tokens` before each."""

@@ -85,8 +85,8 @@ def paced(
     if steps < LEAST_STEPS:
         minutes_needed = math.ceil(LEAST_STEPS * step / 60)
         raise ProfileError(
-            f"in {minutes:g} min there is time for {steps} steps with prompts of {shortest} to {longest} tokens, and "
-            f"gates take {LEAST_STEPS} or more; give {minutes_needed} min"
+            f"in {minutes:g} min there is time for {steps} steps with prompts of {shortest} to {longest} tokens, but "
+            f"training gates takes at least {LEAST_STEPS} steps; give {minutes_needed} min"
         )
     passkeys = fixed_lengths.passkeys or min(max(shortest // PASSKEY_ROOM, 1), PASSKEYS)
     return TrainingPlan(min(steps, MOST_STEPS), shortest, longest, passkeys)

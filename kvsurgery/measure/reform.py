@@ -50,7 +50,7 @@ class RankedPrompt:
 
     def __post_init__(self) -> None:
         if not self.question or not 0 <= self.context.start < self.context.stop <= self.question.start:
-            raise ProfileError(f"a sample's question, {self.question}, follows its context, {self.context}")
+            raise ProfileError(f"a sample's question, {self.question}, must follow its context, {self.context}")
         if self.question.stop > len(self.tokens):
             raise ProfileError(f"a sample's question, {self.question}, is beyond its {len(self.tokens)} tokens")
         if not any(self.gold):

@@ -150,8 +150,8 @@ def retrieval_scores(
         share, description = max(mesh.processes.gather([best_answer]))
         raise ProfileError(
             f"none of {len(grid)} trials had a right answer, so there are no scores: the best {metric_name} was "
-            f"{100 * share:.0f} ({description}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles "
-            "that this model can answer (`needles`), or its instruction-tuned variant"
+            f"{100 * share:.0f} ({description}), but a right answer has over {100 * RIGHT:.0f}; try shorter `lengths`, "
+            "needles that this model can answer (`needles`), or its instruction-tuned variant"
         )
     return measured.profile(
         mesh.total(total, mesh.copies(measured)) / successes,
@@ -312,7 +312,7 @@ def checked_prompts(
     if not len(lengths) or not len(depths) or min(limits) < 1:
         raise ProfileError("`lengths` and `depths` need a value or more, and an answer needs a token or more")
     if not all(0 <= depth <= 1 for depth in depths):
-        raise ProfileError(f"`depths` lie in [0, 1], got {', '.join(map(str, depths))}")
+        raise ProfileError(f"`depths` must lie in [0, 1], got {', '.join(map(str, depths))}")
     for prompt in prompts:
         room = min(lengths) - prompt.overhead
         if room < len(prompt.needle):

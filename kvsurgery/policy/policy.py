@@ -324,25 +324,25 @@ def _check_threshold(threshold: float | None, method: str) -> None:
     max_score = SCORE_METHODS[method].most
     if threshold is None or 0 <= threshold <= (np.finfo(float).max if max_score is None else max_score):
         return
-    allowed_range = "is a finite number of 0 or more" if max_score is None else f"lies in [0, {max_score:g}]"
-    raise PolicyError(f"`threshold` {allowed_range} for {method} scores, got {threshold}")
+    allowed_range = "be a finite number of 0 or more" if max_score is None else f"lie in [0, {max_score:g}]"
+    raise PolicyError(f"`threshold` must {allowed_range} for {method} scores, got {threshold}")
 
 
 def _check_streaming(sink: int, recent: int) -> None:
     if sink < 0 or recent < 1:
         raise PolicyError(f"`sink` must be >= 0 and `recent` >= 1, got {sink} and {recent}")
     if sink + recent > MAX_WINDOW:
-        raise PolicyError(f"`sink` and `recent` together are at most {MAX_WINDOW} tokens, got {sink} and {recent}")
+        raise PolicyError(f"`sink` and `recent` together must be at most {MAX_WINDOW} tokens, got {sink} and {recent}")
 
 
 def _check_selection(selection: Selection) -> None:
     if not 1 <= selection.window <= MAX_WINDOW:
-        raise PolicyError(f"`window` lies in [1, {MAX_WINDOW}], got {selection.window}")
+        raise PolicyError(f"`window` must lie in [1, {MAX_WINDOW}], got {selection.window}")
     if not 1 <= selection.kernel_size <= MAX_WINDOW or selection.kernel_size % 2 == 0:
         raise PolicyError(f"`kernel_size` must be odd and in [1, {MAX_WINDOW}], got {selection.kernel_size}")
     if selection.hold is not None and not selection.window <= selection.hold <= MAX_WINDOW:
         raise PolicyError(
-            f"`hold` lies in [{selection.window}, {MAX_WINDOW}] tokens: the observation window, `window`, must fit "
+            f"`hold` must lie in [{selection.window}, {MAX_WINDOW}] tokens: the observation window, `window`, must fit "
             f"into the block of recent tokens; got {selection.hold}"
         )
     if selection.select == ACCUMULATED and selection.hold is None:

@@ -30,13 +30,13 @@ def full_mask(scores: np.ndarray, eligible: np.ndarray, choice: dict[str, float]
             return (scores >= np.float32(value)) & eligible[:, None]
     if option == "sparsity":
         if not 0 <= value <= 1:
-            raise PolicyError(f"`sparsity` lies in [0, 1], got {value}")
+            raise PolicyError(f"`sparsity` must lie in [0, 1], got {value}")
         # of the number as written: 0.575 of 100 heads is 57.5, in floats 57.49999999999999
         full_count = heads - round(Fraction(str(value)) * heads)
     else:
         full_count = int(value)
         if not 0 <= full_count <= heads:
-            raise PolicyError(f"`full_heads` lies in [0, {heads}] for this model, got {full_count}")
+            raise PolicyError(f"`full_heads` must lie in [0, {heads}] for this model, got {full_count}")
     return best_heads(scores, eligible, full_count)
 
 

@@ -19,7 +19,7 @@ Fit = Literal["measured", "related", "shape", "no"]
 FITS: dict[Fit, str] = {
     "measured": "measured on this model",
     "related": "measured on a relative: evaluate after conversion",
-    "shape": "same family and dimensions, but other weights: a guess, better measure",
+    "shape": "same family and dimensions, but other weights: a guess; measuring is better",
     "no": "cannot be used",
 }
 

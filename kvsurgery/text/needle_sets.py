@@ -40,7 +40,7 @@ class NeedleChoice:
             f"needles: {self.name}, the hardest set of which the {self.model} model answers at least half at "
             f"{self.tokens:,} tokens ({counts})"
         )
-        return message if self.model == "original" else f"{message}; the original was not there to choose by"
+        return message if self.model == "original" else f"{message}; the original was not available for this choice"
 
 
 def read_set(source: str) -> tuple[Needle, ...]:

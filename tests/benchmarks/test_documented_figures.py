@@ -44,8 +44,9 @@ def test_peers_are_documented_as_measured() -> None:
     assert len(shown) > 10
     assert set(shown) <= set(table)
     said = sentences(PAGE)
-    assert f"In {PEERS['queries']} prompts, one question stands at the end" in said
-    assert f"there are {PEERS['long_queries']} prompts of {PEERS['long_tokens']:,} tokens" in said
+    assert (
+        f"on {PEERS['queries']} prompts of 1,024 tokens and {PEERS['long_queries']} of {PEERS['long_tokens']:,}" in said
+    )
     assert (PEERS["texts"], f"all {len(PEERS['contenders'])} contenders" in said) == (2, True)
 
 
@@ -75,15 +76,18 @@ def test_long_prompts_of_the_bundled_model() -> None:
         [f"{1e6 * rows[name, length]['first_s'] / length:.1f}" for length in lengths]
         for name in (recurrent_report.OURS, recurrent_report.ABOVE)
     )
-    assert f"in {ours[0]}, {ours[1]} and {ours[2]} µs at 16k, 32k and 64k tokens" in said
-    assert f"with heads above layer 0 in {above[0]}, {above[1]} and {above[2]} µs" in said
+    assert f"16k, 32k and 64k tokens, one core reads a token in {ours[0]}, {ours[1]} and {ours[2]} µs" in said
+    assert f"with heads above layer 0, in {above[0]}, {above[1]} and {above[2]} µs" in said
     claims = {claim["what"]: claim["found"] for claim in results["claims"]}
     of_h2o = [
         claims[f"no slower than H2O: {name}"].removesuffix(" of its time").split(", ")[-1]
         for name in (recurrent_report.OURS, recurrent_report.ABOVE)
     ]
-    assert f"these are {of_h2o[0]} and {of_h2o[1]} of the time of H2O" in said
-    assert f"{max(held for held, _ in [results['held_bytes'][recurrent_report.OURS]]) / 2**20:.2f} MiB remain" in said
+    assert f"this is {of_h2o[0]} and {of_h2o[1]} times what H2O takes" in said
+    assert (
+        f"{max(held for held, _ in [results['held_bytes'][recurrent_report.OURS]]) / 2**20:.2f} MiB in host memory"
+        in said
+    )
 
 
 def test_the_readme_says_what_half_of_the_heads_keep() -> None:
@@ -107,7 +111,7 @@ def test_the_readme_says_what_two_bits_lose() -> None:
         for step in ("+ clipped ranges", "+ both", "0.1.0")
     )
     said = sentences(README)
-    assert f"a KL divergence of {default} nats on SmolLM2, and {measured} with measured rotation" in said
+    assert f"a KL divergence of {default} nats on SmolLM2, and {measured} if keys are rotated too" in said
     assert f"With the scheme of version 0.1.0 it was {earlier}" in said
 
 

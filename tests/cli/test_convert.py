@@ -240,7 +240,7 @@ class TestAgain:
         assert "interrupted" in refused("verify", "out")
         assert "interrupted" in refused("revert", "out", "--out", "back")
         assert "unfinished run with another policy" in refused(*options, "--sparsity", 0.2)
-        assert re.search(r"^wrote out: .* of them before, in ", done(*options).out, re.MULTILINE)
+        assert re.search(r"^wrote out: .* of them in an earlier run, in ", done(*options).out, re.MULTILINE)
         kept = {name: state for name, state in finished.items() if name.endswith("-of-00003.safetensors")}
         assert len(kept) == 2
         assert kept.items() <= states(Path("out")).items()

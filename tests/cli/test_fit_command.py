@@ -299,11 +299,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (("--context", 0), r"--context lies in \[1, "),
-            (("--context", "900000M"), r"--context lies in \[1, "),
-            (("--batch", 0), r"--batch lies in \[1, "),
-            (("--new-tokens", 1000), "--new-tokens are a part of --context"),
-            (("--chunk", 0), "--chunk is at least 1 token"),
+            (("--context", 0), r"--context must lie in \[1, "),
+            (("--context", "900000M"), r"--context must lie in \[1, "),
+            (("--batch", 0), r"--batch must lie in \[1, "),
+            (("--new-tokens", 1000), "--new-tokens must be less than --context"),
+            (("--chunk", 0), "--chunk must be at least 1 token"),
             (("--kv-group-size", 3), "--kv-group-size: the group size 3"),
             (("--rest", "budgeted", "--beta", 1), "--beta must be > 1"),
             (("--tp", 2), r"--tp has to divide the 3 KV heads of a layer \(1, 3\), got 2"),

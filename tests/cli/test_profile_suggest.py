@@ -26,7 +26,7 @@ def test_a_model_that_was_measured(tmp_path, monkeypatch):
     assert "    git clone https://github.com/mit-han-lab/duo-attention\n" in text
     assert "--model Llama-3.1-8B-Instruct -o duo.safetensors\n" in text
     assert "of other families or dimensions; --all lists them" in text
-    assert "no weights here to estimate the cost" in result.err
+    assert "the cost of measuring cannot be estimated" in result.err
     every = done("profile", "suggest", "Llama-3.1-8B-Instruct/config.json", "--all").out
     assert "cannot be used:" in every
     assert "Qwen/Qwen2.5-7B-Instruct has 28 layers, 28 query heads, 4 KV heads of 128" in every

@@ -45,7 +45,9 @@ def test_a_table_a_picture_and_json():
     # 4 and 8 tokens of streaming heads, 166 of full ones
     assert rows[0][3:6] == ["113.00", "KiB", f"{(2 * 166 + 10 * 12) / (12 * 166):.1%}"]
     assert rows[-1][3:] == ["-"] * 6
-    assert "left out: full heads 13, sink 4, recent 8, beta 1.2, and 3 more: --full-heads lies in [0, 12]" in said.err
+    assert (
+        "left out: full heads 13, sink 4, recent 8, beta 1.2, and 3 more: --full-heads must lie in [0, 12]" in said.err
+    )
     assert "2 of 4 settings give the policy of another" in said.err
     assert "wrote swept/sweep.png, sweep.json and sweep.csv" in said.err
     assert {"sweep.png", "sweep.json", "sweep.csv", "samples.jsonl"} <= {path.name for path in Path("swept").iterdir()}
@@ -55,8 +57,8 @@ def test_a_table_a_picture_and_json():
     reasons, fields = ([point.pop("skipped") for point in found["points"]] for found in (again, kept))
     assert again == kept
     # what is printed names options, the file names fields
-    assert set(reasons) == {None, "--full-heads lies in [0, 12] for this model, got 13"}
-    assert set(fields) == {None, "`full_heads` lies in [0, 12] for this model, got 13"}
+    assert set(reasons) == {None, "--full-heads must lie in [0, 12] for this model, got 13"}
+    assert set(fields) == {None, "`full_heads` must lie in [0, 12] for this model, got 13"}
     assert again["command"].startswith("kvsurgery sweep")
     assert again["source"] == str(MODEL)
 

@@ -26,7 +26,7 @@ class CountingTask:
     """Counting up to a number."""
 
     most: int = setting(7, "counting_most", "the number to count to")
-    lengths: tuple[int, ...] | None = setting(None, "lengths", "tokens of prompts", default="one", tokens=True)
+    lengths: tuple[int, ...] | None = setting(None, "lengths", "prompt lengths in tokens", default="one", tokens=True)
 
     def check(self):
         if self.most > 99:
@@ -63,7 +63,7 @@ def test_help_offers_a_new_tasks_settings(command: click.Command) -> None:
     assert f"Any of {', '.join(sorted(tasks.task_classes()))}." in text
     assert "Any of babilong, cloze, counting, " in text
     assert "counting: --counting-most INTEGER RANGE The number to count to. [default: 7]" in text
-    assert "cloze, counting, needle, passkey, perplexity, ruler: --lengths LIST Tokens of prompts." in text
+    assert "cloze, counting, needle, passkey, perplexity, ruler: --lengths LIST Prompt lengths in tokens." in text
     assert "[default: (cloze, needle, passkey, perplexity: five up to 32000; counting: one; ruler: 4096)]" in text
 
 

@@ -197,7 +197,7 @@ def test_samples_follow_the_seed(task, seed):
             NeedleTask((40,), needles="phrase"),
             r"a prompt of 40 tokens has no room for text around a needle .*; give longer `lengths`",
         ),
-        (NeedleTask((400,), (1.5,), needles="phrase"), r"`depths` lie in \[0, 1\], got 1.5"),
+        (NeedleTask((400,), (1.5,), needles="phrase"), r"`depths` must lie in \[0, 1\], got 1.5"),
         (PasskeyTask((60,), 3, 8), r"3 passkeys of 8 tokens take \d+ tokens more than a prompt of 60 has"),
         (PasskeyTask((600,), 40), "a prompt has 1 to 20 passkeys of 2 tokens or more"),
         (PasskeyTask((600,), 3, 1), "a prompt has 1 to 20 passkeys of 2 tokens or more"),

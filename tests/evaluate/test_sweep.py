@@ -82,7 +82,7 @@ def test_settings_come_in_order_and_what_cannot_be_says_why(swept):
         (full, bits, beta) for full in (2, 13) for bits in (16, 4) for beta in (1.2, 2.0)
     ]
     for point in found.points[4:]:
-        assert "`full_heads` lies in [0, 12]" in point.skipped
+        assert "`full_heads` must lie in [0, 12]" in point.skipped
         assert (point.policy, point.kv_bytes, point.tasks) == (None, None, ())
 
 
@@ -182,7 +182,7 @@ def test_progress_counts_all_models(language, tmp_path):
 
 
 def test_where_nothing_can_be_nothing_is_written(language, tmp_path):
-    with pytest.raises(PolicyError, match="no setting gives a policy: `full_heads` lies in"):
+    with pytest.raises(PolicyError, match="no setting gives a policy: `full_heads` must lie in"):
         run(tmp_path / "sweep", language, axes={"full_heads": (13, 14)})
     assert not (tmp_path / "sweep").exists()
 

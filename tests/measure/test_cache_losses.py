@@ -180,7 +180,7 @@ class TestLosses:
     def test_refusals(self) -> None:
         text = tokens(1, 2000)[0].numpy()
         for sizes in (replace(SMALL, context=260), replace(SMALL, recent=500)):
-            with pytest.raises(ProfileError, match="`context` is at least "):
+            with pytest.raises(ProfileError, match="`context` must be at least "):
                 cache_losses(measured_model(gemma()), text, sizes, data={})
         with pytest.raises(UnsupportedModel, match="every layer"):
             cache_losses(measured_model(gemma(1)), text, SMALL, data={})

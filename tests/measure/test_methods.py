@@ -49,7 +49,7 @@ def test_settings_of_a_training_reach_it() -> None:
         (lambda: Duo(steps=0).check(), "steps must be >= 1, got 0"),
         (lambda: Duo(min_context=512).check(), "give a longer `min_context`"),
         (lambda: Duo(min_context=0).check(), "give a longer `min_context`"),
-        (lambda: Reform(chunk=0).check(), "`chunk` is at least 1 token, got 0"),
+        (lambda: Reform(chunk=0).check(), "`chunk` must be at least 1 token, got 0"),
     ],
 )
 def test_settings_that_do_not_go_together(make: Callable[[], Method], words: str) -> None:

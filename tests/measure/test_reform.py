@@ -121,10 +121,10 @@ class TestSample:
             ({"gold": (range(3, 3),)}, "a sample without gold tokens"),
             ({"gold": (range(0, 2),)}, r"gold tokens, range\(0, 2\), lie outside the context, range\(1, 8\)"),
             ({"gold": (range(2, 3), range(6, 9))}, r"gold tokens, range\(6, 9\), lie outside"),
-            ({"question": range(7, 10)}, "question, .* follows its context"),
-            ({"question": range(8, 8)}, "question, .* follows its context"),
+            ({"question": range(7, 10)}, "question, .* must follow its context"),
+            ({"question": range(8, 8)}, "question, .* must follow its context"),
             ({"question": range(8, 11)}, "is beyond its 10 tokens"),
-            ({"context": range(1, 1)}, "question, .* follows its context"),
+            ({"context": range(1, 1)}, "question, .* must follow its context"),
         ],
         ids=range(8),
     )

@@ -298,7 +298,9 @@ class TestErrors:
         assert str(raised.value).startswith(
             "none of 4 trials had a right answer, so there are no scores: the best QA-F1 was 0 ("
         )
-        assert "for 'remember'), and over 50 is right; try shorter `lengths`, needles that" in str(raised.value)
+        assert "for 'remember'), but a right answer has over 50; try shorter `lengths`, needles that" in str(
+            raised.value
+        )
 
     def test_the_best_answer_is_told(self, tiny, recall):
         haystack, needles = recall
@@ -319,8 +321,8 @@ class TestErrors:
             ({"lengths": ()}, "`lengths` and `depths` need a value or more"),
             ({"depths": ()}, "`lengths` and `depths` need a value or more"),
             ({"max_new_tokens": 0}, "an answer needs a token or more"),
-            ({"depths": (0.5, 1.5)}, r"`depths` lie in \[0, 1\], got 0.5, 1.5"),
-            ({"depths": (float("nan"),)}, r"`depths` lie in \[0, 1\], got nan"),
+            ({"depths": (0.5, 1.5)}, r"`depths` must lie in \[0, 1\], got 0.5, 1.5"),
+            ({"depths": (float("nan"),)}, r"`depths` must lie in \[0, 1\], got nan"),
         ],
     )  # fmt: skip
     def test_options_out_of_range(self, tiny, recall, options, message):

@@ -311,12 +311,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"context": 0}, r"`context` lies in \[1, "),
-            ({"context": (1 << 30) + 1}, r"`context` lies in \[1, "),
-            ({"batch": 0}, r"`batch` lies in \[1, "),
-            ({"new_tokens": 100}, "`new_tokens` are a part of `context` and leave a prompt, got 100 of 100"),
+            ({"context": 0}, r"`context` must lie in \[1, "),
+            ({"context": (1 << 30) + 1}, r"`context` must lie in \[1, "),
+            ({"batch": 0}, r"`batch` must lie in \[1, "),
+            ({"new_tokens": 100}, "`new_tokens` must be less than `context`, to leave a prompt; got 100 of 100"),
             ({"new_tokens": -1}, "`new_tokens`"),
-            ({"chunk": 0}, "`chunk` is at least 1 token, got 0"),
+            ({"chunk": 0}, "`chunk` must be at least 1 token, got 0"),
         ],
         ids=str,
     )
@@ -330,7 +330,7 @@ class TestRefusals:
             ({"sink": -1}, "`sink` must be >= 0"),
             ({"group_reduce": "median"}, "`group_reduce` is mean or max"),
             ({"rest": "budgeted", "beta": 1}, "`beta` must be > 1"),
-            ({"rest": "budgeted", "window": 0}, "`window` lies in"),
+            ({"rest": "budgeted", "window": 0}, "`window` must lie in"),
             ({"kv_group_size": 3}, "`kv_group_size`: the group size 3"),
             ({"kv_residual": -1}, "`kv_residual`: the residual"),
         ],

@@ -261,15 +261,21 @@ class TestRefusals:
             ({"sparsity": 0.0, "full_heads": 0}, "`sparsity` and `full_heads` exclude each other"),
             ({"threshold": 0.5, "full_heads": 1}, "`threshold` and `full_heads` exclude each other"),
             ({"sparsity": 0.5, "threshold": 0.5, "full_heads": 1}, "`sparsity` and `threshold` and `full_heads`"),
-            ({"sparsity": -0.01}, r"`sparsity` lies in \[0, 1\], got -0.01"),
-            ({"sparsity": 1.01}, r"`sparsity` lies in \[0, 1\], got 1.01"),
-            ({"sparsity": 50}, r"`sparsity` lies in \[0, 1\], got 50"),
-            ({"sparsity": float("nan")}, r"`sparsity` lies in \[0, 1\], got nan"),
-            ({"threshold": float("nan")}, "`threshold` is a finite number of 0 or more for ablation scores, got nan"),
-            ({"threshold": float("inf")}, "`threshold` is a finite number of 0 or more for ablation scores, got inf"),
-            ({"threshold": -0.1}, "`threshold` is a finite number of 0 or more for ablation scores, got -0.1"),
-            ({"full_heads": -1}, r"`full_heads` lies in \[0, 4\] for this model, got -1"),
-            ({"full_heads": 5}, r"`full_heads` lies in \[0, 4\] for this model, got 5"),
+            ({"sparsity": -0.01}, r"`sparsity` must lie in \[0, 1\], got -0.01"),
+            ({"sparsity": 1.01}, r"`sparsity` must lie in \[0, 1\], got 1.01"),
+            ({"sparsity": 50}, r"`sparsity` must lie in \[0, 1\], got 50"),
+            ({"sparsity": float("nan")}, r"`sparsity` must lie in \[0, 1\], got nan"),
+            (
+                {"threshold": float("nan")},
+                "`threshold` must be a finite number of 0 or more for ablation scores, got nan",
+            ),
+            (
+                {"threshold": float("inf")},
+                "`threshold` must be a finite number of 0 or more for ablation scores, got inf",
+            ),
+            ({"threshold": -0.1}, "`threshold` must be a finite number of 0 or more for ablation scores, got -0.1"),
+            ({"full_heads": -1}, r"`full_heads` must lie in \[0, 4\] for this model, got -1"),
+            ({"full_heads": 5}, r"`full_heads` must lie in \[0, 4\] for this model, got 5"),
             ({"sink": -1}, "`sink` must be >= 0"),
             ({"recent": 0}, "`recent` >= 1"),
         ],
@@ -282,11 +288,11 @@ class TestRefusals:
     @pytest.mark.parametrize("threshold", [-0.01, 1.01, 50, float("nan")])
     def test_a_threshold_beyond_the_scores_of_a_method(self, threshold):
         gates = replace(profile(np.eye(2)), method="duo")
-        with pytest.raises(PolicyError, match=rf"`threshold` lies in \[0, 1\] for duo scores, got {threshold}"):
+        with pytest.raises(PolicyError, match=rf"`threshold` must lie in \[0, 1\] for duo scores, got {threshold}"):
             decide(gates, ModelLayers([None, None]), Recipe(threshold=threshold))
 
     def test_full_heads_counts_eligible_layers_only(self):
-        with pytest.raises(PolicyError, match=r"`full_heads` lies in \[0, 2\] for this model, got 3"):
+        with pytest.raises(PolicyError, match=r"`full_heads` must lie in \[0, 2\] for this model, got 3"):
             decide(profile(np.eye(2)), ModelLayers([None, 8]), Recipe(full_heads=3))
 
     def test_nothing_eligible(self):

@@ -83,7 +83,7 @@ class TestChoice:
         )
         said = str(choose_set("retrieval", right.__getitem__, 1024, "", "converted"))
         assert "the converted model answers" in said
-        assert said.endswith("; the original was not there to choose by")
+        assert said.endswith("; the original was not available for this choice")
 
     @pytest.mark.parametrize(
         ("kind", "counts", "easiest"),

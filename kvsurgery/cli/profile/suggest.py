@@ -116,7 +116,7 @@ def _print_costs(costs: list[Cost]) -> None:
     from kvsurgery.measure.cost import DEVICE, FLOPS
 
     if not costs:
-        console.stderr.print("no weights here to estimate the cost of measuring from")
+        console.stderr.print("the cost of measuring cannot be estimated: there are no weights here")
         return
     rows = [
         (cost.method, f"{cost.prompts:,}", f"{cost.tokens / 1e6:.1f} M", cost.passes, _time(cost.hours))

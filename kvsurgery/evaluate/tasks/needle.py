@@ -73,7 +73,7 @@ class NeedleTask:
 
     def _grid(self, reader: Reader, name: str) -> _Grid:
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise TextError(f"`depths` lie in [0, 1], got {', '.join(map(str, self.depths))}")
+            raise TextError(f"`depths` must lie in [0, 1], got {', '.join(map(str, self.depths))}")
         lengths = self.lengths or default_lengths(reader.max_context)
         needles = read_set(name)
         prompts = tuple(Prompt.of(needle, reader.tokenizer) for needle in needles)

@@ -27,12 +27,16 @@ class ContextMethod(Method):
     """
 
     min_context: int | None = setting(
-        None, "min_context", "shortest prompt; of rlkv-lite, with its answer", default=SHORTEST_PROMPT, tokens=True
+        None,
+        "min_context",
+        "tokens of the shortest prompt; with rlkv-lite, of prompt and answer",
+        default=SHORTEST_PROMPT,
+        tokens=True,
     )
     max_context: int | None = setting(
         None,
         "max_context",
-        "longest prompt; of rlkv-lite, with its answer",
+        "tokens of the longest prompt; with rlkv-lite, of prompt and answer",
         default=f"{LONGEST_PROMPT}, or the model's maximum",
         tokens=True,
     )

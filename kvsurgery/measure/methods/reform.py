@@ -31,7 +31,7 @@ class Reform(Method):
 
     def check(self) -> None:
         if self.chunk < 1:
-            raise ProfileError(f"`chunk` is at least 1 token, got {self.chunk}")
+            raise ProfileError(f"`chunk` must be at least 1 token, got {self.chunk}")
         super().check()
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:

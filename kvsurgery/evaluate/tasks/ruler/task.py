@@ -63,7 +63,7 @@ class RulerTask:
         squad, hotpot: files of questions for qa_1 and qa_2, as SQuAD and HotpotQA publish them.
     """
 
-    lengths: tuple[int, ...] = setting((4096,), "lengths", "tokens of prompts", tokens=True)
+    lengths: tuple[int, ...] = setting((4096,), "lengths", "prompt lengths in tokens", tokens=True)
     tasks: tuple[str, ...] | None = setting(
         None, "ruler_tasks", "tasks such as niah_single_1,vt", default="all that can be made"
     )
