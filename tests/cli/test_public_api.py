@@ -62,7 +62,7 @@ def test_it_does_what_the_commands_do(here):
 
 
 def test_errors_speak_of_fields(here):
-    with pytest.raises(PolicyError, match=r"^`full_heads` lies in \[0, 6\] for this model, got 9$"):
+    with pytest.raises(PolicyError, match=r"^`full_heads` must lie in \[0, 6\] for this model, got 9$"):
         kvsurgery.convert("llama", "out", PROFILE, kvsurgery.Recipe(full_heads=9))
     with pytest.raises(PolicyError, match=r"^`full_heads` is a whole number, got '9'$"):
         kvsurgery.Recipe(full_heads="9")
