@@ -14,6 +14,7 @@ from transformers import AutoConfig, DynamicCache, GenerationConfig, PreTrainedM
 from kvsurgery.bench.caches import WIDTHS, stored_bytes, unusable
 from kvsurgery.bench.memory import free_bytes
 from kvsurgery.checkpoint.dtype import stored_dtype
+from kvsurgery.checkpoint.experts import expert_share
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.display import console
@@ -195,9 +196,7 @@ def step_weights(model: PreTrainedModel, batch: int) -> int:
     All weights of the text model and the output layer count, except for an input embedding that is not the output layer
     too. Of the experts count as many as the tokens of a batch can choose.
     """
-    decoder, config = model.get_decoder(), model.config.get_text_config()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    share = min(1.0, batch * config.num_experts_per_tok / experts) if experts else 1.0
+    decoder, share = model.get_decoder(), expert_share(model.config, batch)
     embedding, head = decoder.get_input_embeddings().weight, model.get_output_embeddings().weight
     parameters = {name: part for name, part in decoder.named_parameters() if part is not embedding and part is not head}
     parameter_bytes = {

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvsurgery.checkpoint.experts import expert_share
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
@@ -85,15 +86,4 @@ def _multiplied_weights(tensor: Tensor, checkpoint: Checkpoint) -> int:
     if len(tensor.shape) < 2 or tensor.name.endswith(("embed_tokens.weight", "lm_head.weight")):
         return 0
     count = tensor.size * 8 // DTYPES[tensor.dtype]
-    if ".experts." not in tensor.name:
-        return count
-    config = checkpoint.text_config
-    experts = next(
-        (config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config), 0
-    )
-    experts_per_token = config.get("num_experts_per_tok", experts)
-    return (
-        count * experts_per_token // experts
-        if type(experts) is type(experts_per_token) is int and 0 < experts_per_token <= experts
-        else count
-    )
+    return round(count * expert_share(checkpoint.config)) if ".experts." in tensor.name else count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from kvsurgery.checkpoint.experts import EXPERTS_PER_TOKEN
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
@@ -26,7 +27,7 @@ SPLIT_BY_ROWS = re.compile(
 )
 SPLIT_BY_COLUMNS = re.compile(r"(?!mlp\.shared_expert\.).*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
 # experts of a token where neither a config nor its family says: the most that another family has by default
-EXPERTS_KEYS, EXPERTS = ("num_experts_per_tok", "top_k_experts"), 8
+MOST_EXPERTS = 8
 # states of keys, and as many of values, that a GPU dequantizes together while a chunk attends to tiles
 DEQUANTIZED = 1 << 24
 
@@ -158,8 +159,8 @@ def _held_bytes(tensor: Tensor, family: Family, processes: int) -> int:
 def _experts_per_token(checkpoint: Checkpoint, family: Family) -> int:
     """Experts that a token goes through."""
     config = {**family.defaults, **text_config(checkpoint.config)}
-    key = next((key for key in EXPERTS_KEYS if key in config), EXPERTS_KEYS[0])
-    count = config.get(key, EXPERTS)
+    key = next((key for key in EXPERTS_PER_TOKEN if key in config), EXPERTS_PER_TOKEN[0])
+    count = config.get(key, MOST_EXPERTS)
     if type(count) is not int or not 0 < count <= 1 << 20:
         raise UnsupportedModel(f"config.json: {key} is {count!r}, not a number of experts")
     return count

@@ -68,12 +68,15 @@ def test_bytes_of_weights_that_a_step_reads() -> None:
         tied = embedding is model.get_output_embeddings().weight
         assert step_weights(model, 1) == size - (0 if tied else embedding.nbytes), family
         assert tied == (family == "gemma3")
-    model = stock("qwen3_moe")  # 4 experts, of which a token chooses 2
-    experts = sum(part.nbytes for name, part in model.named_parameters() if ".experts." in name)
-    everything = sum(part.nbytes for part in model.parameters()) - model.get_input_embeddings().weight.nbytes
-    assert experts > 0
-    assert step_weights(model, 1) == everything - experts // 2
-    assert step_weights(model, 2) == step_weights(model, 9) == everything
+    for family in ("qwen3_moe", "mixtral", "gemma4-moe"):  # 4 experts, of which a token chooses 2
+        model = stock(family)
+        experts = sum(part.nbytes for name, part in model.named_parameters() if ".experts." in name)
+        assert experts > 0, family
+        embedding = model.get_input_embeddings().weight
+        untied = 0 if embedding is model.get_output_embeddings().weight else embedding.nbytes
+        everything = sum(part.nbytes for part in model.parameters()) - untied
+        assert step_weights(model, 1) == everything - experts // 2, family
+        assert step_weights(model, 2) == step_weights(model, 9) == everything, family
 
 
 def test_weights_that_do_not_fit(

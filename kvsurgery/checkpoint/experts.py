@@ -1,0 +1,25 @@
+"""How many experts a token goes through, from a model's config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsurgery.templates.kv_layout import setting, text_config
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
+
+
+def expert_share(config: Any, tokens: int = 1) -> float:
+    """The share of a layer's experts that some tokens go through at most; 1 where a config does not say.
+
+    Args:
+        config: of transformers, or the dict of a config.json.
+        tokens: that choose their experts together.
+    """
+    text = text_config(config)
+    experts, per_token = (
+        next((count for name in names if type(count := setting(text, name)) is int), 0)
+        for names in (EXPERTS, EXPERTS_PER_TOKEN)
+    )
+    return min(1.0, tokens * per_token / experts) if experts > 0 and per_token > 0 else 1.0
