@@ -94,7 +94,7 @@ class HeldHeads(BudgetedHeads):
             self.query_ring[:, :, column % self.query_ring.shape[2]] = old_ring[:, :, column % old_ring.shape[2]]
 
     def reserve(self, columns: int) -> None:
-        counts = [self.selection.scores(budget, columns) for budget in self.budgets]
+        counts = [self.selection.score_count(budget, columns) for budget in self.budgets]
         if counts != self.counts:
             old_scores = self._scores(max(self.counts))
             self.counts, self.firsts = counts, on_device([0, *accumulate(counts)], self.scores.device, torch.int32)

@@ -157,7 +157,7 @@ class Selection:
         later selection moves its codes, and where tokens share scales, it would quantize them again."""
         return self.hold is None or quantization.scheme == "per-token"
 
-    def scores(self, budget: int, columns: int) -> int:
+    def score_count(self, budget: int, columns: int) -> int:
         """Scores that a head with this budget accumulates, of the tokens that it has selected of so many columns."""
         return min(budget, columns) if self.select == ACCUMULATED else 0
 
@@ -299,27 +299,31 @@ class LayerLayout:
 
     def kv_bytes(self, prompt: int, new: int, margin: int, head_dim: int, itemsize: int) -> int:
         """Bytes of one sequence's keys and values in this layer, once the prompt is in."""
-        token = 2 * head_dim * itemsize
-        total = prompt + new
-        tokens = [(total, margin)] * self.full
+        token, total = 2 * head_dim * itemsize, prompt + new
         budgeted = [self.held(budget, prompt, new) for budget in self.budgets]
-        streaming = self.streaming * self.streaming_slots(total, margin) * token
+        beside = self._streaming_bytes(total, margin, head_dim, itemsize)
         if self.selection:
-            streaming += SCORE_BYTES * sum(self.selection.scores(budget, total) for budget in self.budgets)
+            beside += SCORE_BYTES * sum(self.selection.score_count(budget, total) for budget in self.budgets)
         quantization = self.quantization
         if quantization is None:
-            return streaming + (total * self.full + sum(budgeted)) * token
+            return beside + (total * self.full + sum(budgeted)) * token
+        tokens = [(total, margin)] * self.full
         if self.quantized_budgets:
             tokens += [(count, 0 if self.holds else margin) for count in budgeted]
         else:
-            streaming += sum(budgeted) * token
-        if self.quantized_window:
-            tiles = min(quantization.tiles(total - self.sink), quantization.window_tiles(self.recent))
-            slots = quantization.slots(total, self.sink, margin)
-            streaming = self.streaming * (tiles * quantization.tile_bytes(head_dim, itemsize) + slots * token)
-        return streaming + sum(
+            beside += sum(budgeted) * token
+        return beside + sum(
             quantization.head_bytes(count, head_dim, itemsize, head_margin) for count, head_margin in tokens
         )
+
+    def _streaming_bytes(self, total: int, margin: int, head_dim: int, itemsize: int) -> int:
+        """The same of its streaming heads alone."""
+        token, quantization = 2 * head_dim * itemsize, self.quantization
+        if quantization is None or not self.quantized_window:
+            return self.streaming * self.streaming_slots(total, margin) * token
+        tiles = min(quantization.tiles(total - self.sink), quantization.window_tiles(self.recent))
+        slots = quantization.slots(total, self.sink, margin)
+        return self.streaming * (tiles * quantization.tile_bytes(head_dim, itemsize) + slots * token)
 
 
 def setting(config: Any, name: str) -> Any:

@@ -20,7 +20,7 @@ from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.heads.kinds import BUDGETED, STREAMING, HeadKind, counts, head_list, kinds_of
+from kvsurgery.heads.kinds import BUDGETED, STREAMING, HeadKind, counts, decided_kinds, head_list
 from kvsurgery.heads.section import quantization_section
 from kvsurgery.system.repo_id import checkpoint_folder
 from kvsurgery.templates.kv_layout import KVLayout, text_config
@@ -82,8 +82,7 @@ class Surgery:
     @property
     def counts(self) -> Counter[HeadKind]:
         """Number of KV heads of each kind in layers with full attention."""
-        layers = zip(self.heads, self.full_heads, strict=True)
-        return kinds_of(heads for heads, full in layers if full is not None)
+        return decided_kinds(self.heads, self.full_heads)
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,11 @@ def kinds_of(heads: Iterable[Sequence[str | int]]) -> Counter[HeadKind]:
     return Counter(kind_of(head) for layer in heads for head in layer)
 
 
+def decided_kinds(heads: Iterable[Sequence[str | int]], full_heads: Iterable[int | None]) -> Counter[HeadKind]:
+    """The same in the layers that a policy decides, of which `full_heads` has a count."""
+    return kinds_of(layer for layer, full_count in zip(heads, full_heads, strict=True) if full_count is not None)
+
+
 def head_list(layer: LayerLayout) -> tuple[str | int, ...]:
     """What each head of a layer is, in order: the name of its kind, or its budget in tokens."""
     other_kind = next((kind for kind in KINDS if kind is not FULL and kind.count(layer)), FULL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from kvsurgery.display.console import size
 from kvsurgery.emit.card import ITEMSIZES
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
-from kvsurgery.heads.kinds import FULL, kinds_of
+from kvsurgery.heads.kinds import FULL, decided_kinds
 from kvsurgery.report.comparison import Comparison, Entry
 from kvsurgery.report.findings import change, score, span, titles, verdict
 from kvsurgery.report.headlines import decode_ratios, longest_place
@@ -83,8 +82,8 @@ def _setting_row(sweep: Sweep, point: Point, fronts: Mapping[tuple[str, str], Se
 
 def _heads(entries: Sequence[Entry]) -> Iterator[TableRow]:
     """Full and other KV heads, of those that a policy decides."""
-    kinds = [kinds_of(entry.checkpoint["surgery"]["heads"]) for entry in entries]
-    counts = [Counter({kind: count for kind, count in entry_counts.items() if not kind.own}) for entry_counts in kinds]
+    surgeries = [entry.checkpoint["surgery"] for entry in entries]
+    counts = [decided_kinds(surgery["heads"], surgery["full_heads"]) for surgery in surgeries]
     original_text = f"{counts[0].total():,} of {counts[0].total():,}"
     full_texts = [f"{entry_counts[FULL]:,} of {entry_counts.total():,}" for entry_counts in counts]
     yield TableRow("full KV heads", "they keep every token", [Cell(text) for text in (original_text, *full_texts)])

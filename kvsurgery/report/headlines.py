@@ -10,7 +10,7 @@ from kvsurgery.bench.results import Bench
 from kvsurgery.display.console import size
 from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, Results
-from kvsurgery.heads.kinds import BUDGETED, FULL, KINDS, kinds_of
+from kvsurgery.heads.kinds import BUDGETED, FULL, KINDS, decided_kinds, kinds_of
 from kvsurgery.report.findings import verdict
 
 
@@ -36,7 +36,8 @@ def lead(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | 
 def conversion(checkpoint: Mapping[str, Any]) -> str:
     """Model, kinds of heads and bits."""
     surgery, shape = checkpoint["surgery"], checkpoint["dimensions"]
-    counts = kinds_of(surgery["heads"])
+    own_layers = surgery["heads"][: len(surgery["heads"]) - checkpoint["shared"]]  # the last ones share their cache
+    counts = kinds_of(own_layers)
     parts = [f"{counts[kind]:,} {kind.keeps}" for kind in KINDS if counts[kind]]
     text = f"Of {counts.total():,} KV heads, {', '.join(parts)}."
     if shape:
@@ -74,8 +75,7 @@ def tiles(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench |
 def _surgery(surgery: Mapping[str, Any] | None) -> Iterator[Tile]:
     if not surgery:
         return
-    layers = zip(surgery["heads"], surgery["full_heads"], strict=True)
-    counts = kinds_of(heads for heads, full_heads in layers if full_heads is not None)
+    counts = decided_kinds(surgery["heads"], surgery["full_heads"])
     yield Tile(f"{counts[FULL]:,} of {counts.total():,}", f"KV heads {FULL.keeps}")
     row = surgery["kv_bytes"][-1]  # at the model's own maximum
     ratio = row["after"] / row["before"]

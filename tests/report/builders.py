@@ -51,7 +51,7 @@ def surgery(**changes: Any) -> dict[str, Any]:
 def checkpoint(**changes: Any) -> dict[str, Any]:
     """`inspection.Facts.to_json()`, of what a report reads."""
     dimensions = {"layers": LAYERS, "query_heads": 32, "kv_heads": HEADS, "head_dim": 128}
-    facts = {"name": FOLDER, "model_type": "llama", "dimensions": dimensions, "surgery": surgery()}
+    facts = {"name": FOLDER, "model_type": "llama", "dimensions": dimensions, "surgery": surgery(), "shared": 0}
     return facts | changes
 
 

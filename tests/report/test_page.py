@@ -189,6 +189,15 @@ class TestParts:
         assert "stored in 4 bits (kivi)" in page.text
         assert "1 of 4 KV heads keep every token" in " ".join(page.text.split())
 
+    def test_layers_that_share_a_cache(self, tmp_path):
+        """Their heads have no keys and values of their own: nowhere do they count."""
+        heads = [["full", "streaming"], ["window"] * 2, ["full", "streaming"]]
+        facts = builders.surgery(heads=heads, full_heads=[1, None, None], streaming=1)
+        page = written(tmp_path, builders.results(checkpoint=builders.checkpoint(surgery=facts, shared=1)))
+        text = " ".join(page.text.split())
+        assert "Of 4 KV heads, 1 keep every token, 1 keep the first" in text
+        assert "1 of 2 KV heads keep every token" in text
+
 
 class TestRefused:
     def test_nothing_was_evaluated(self, tmp_path):
