@@ -12,8 +12,8 @@ from task import Prompts, exact_match, prompts
 
 from kvsurgery.display import console
 from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.profile.full_heads import full_heads
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.ranking import full_heads
 
 HERE = Path(__file__).parent
 PROFILE = HERE / "profile.safetensors"

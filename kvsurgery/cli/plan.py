@@ -75,7 +75,7 @@ def fit_facts(fit: Fit) -> dict[str, Any]:
         "chunk": fit.choice.chunk,
         "weights": fit.footprint.weights,
         "kv_bytes": fit.choice.kv_bytes,
-        "workspace": fit.workspace,
+        "workspace": fit.choice.workspace,
         "total": fit.choice.total,
         **loss_facts(fit.choice, fit),
         "alternatives": [candidate_facts(candidate, fit) for candidate in fit.alternatives],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +24,6 @@ from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.policy.layer_bits import UNQUANTIZED
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.templates.kv_layout import KVLayout
 
 SCRATCH = "sweep-checkpoint"  # one name for all, since transformers keeps emitted code by the folder's
 
@@ -41,11 +39,6 @@ class SweptSetting:
     def answers(self) -> str:
         """The name of its answers, which is that of its policy."""
         return f"policy-{self.prepared.policy.hash[:16]}"
-
-    @property
-    def layout(self) -> KVLayout:
-        """Which KV head keeps what."""
-        return KVLayout.from_config(json.loads(self.prepared.files["config.json"]))
 
 
 @dataclass(frozen=True)
@@ -214,7 +207,7 @@ def _results(grid: Grid, settings: Sequence[SweptSetting | Refused], evaluation:
         versions=original_results.versions,
         axes=grid.distinct_axes,
         tokens=longest_sample.tokens,
-        dense_bytes=longest_sample.dense_bytes(first_setting.layout),
+        dense_bytes=longest_sample.dense_bytes(first_setting.prepared.policy.layout),
         original=original_results.tasks,
         points=tuple(_point(setting, evaluation, longest_sample) for setting in settings),
     )
@@ -224,6 +217,5 @@ def _point(setting: SweptSetting | Refused, evaluation: Evaluation, longest_samp
     if isinstance(setting, Refused):
         return Point(setting.options, skipped=setting.reason)
     results = evaluation.results({ORIGINAL: ORIGINAL, CONVERTED: setting.answers})
-    return Point(
-        setting.options, setting.prepared.policy.hash, longest_sample.kv_bytes(setting.layout), tasks=results.tasks
-    )
+    policy = setting.prepared.policy
+    return Point(setting.options, policy.hash, longest_sample.kv_bytes(policy.layout), tasks=results.tasks)

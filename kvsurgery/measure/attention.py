@@ -16,7 +16,6 @@ from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
-from kvsurgery.measure.gates import gated_layers
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.head_profile import HeadProfile
@@ -50,7 +49,7 @@ def attention_profile(
         ProfileError: a prompt recalls nothing, or the prompts cannot be dealt evenly.
         UnsupportedModel: no layer has full attention.
     """
-    gated_layers(measured)
+    measured.full_layers()  # raises where there are none
     if count < 1:
         raise ProfileError(f"attention is measured over 1 prompt or more, got {count}")
     total = torch.zeros(measured.dimensions.layers, measured.dimensions.kv_heads, dtype=torch.float64)

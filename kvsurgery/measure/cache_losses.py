@@ -18,7 +18,6 @@ import torch
 from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
-from kvsurgery.measure.gates import gated_layers
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.cache_losses import MEASURED_WIDTHS, STREAMING_CACHE, CacheLosses, Combination, WholeCacheLoss
@@ -92,7 +91,7 @@ def cache_losses(
         ProfileError: the context is too short, or passages cannot be dealt evenly.
         UnsupportedModel: no layer has full attention, or queries that far have a factor by position.
     """
-    layers = gated_layers(measured)
+    layers = measured.full_layers()
     sizes.check()
     config = measured.model.config.get_text_config()
     if getattr(config, "attn_temperature_tuning", False) and sizes.length >= config.floor_scale:

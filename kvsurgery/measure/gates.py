@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
 from kvsurgery.measure.gate_options import Loss
@@ -34,28 +33,14 @@ def initial_gates(measured: MeasuredModel) -> torch.Tensor:
     Raises:
         UnsupportedModel: every layer has a sliding window of its own.
     """
-    shape = len(gated_layers(measured)), measured.dimensions.kv_heads
+    shape = len(measured.full_layers()), measured.dimensions.kv_heads
     return torch.ones(shape, device=measured.model.device).requires_grad_()
-
-
-def gated_layers(measured: MeasuredModel) -> list[int]:
-    """Layers with full attention; those with a window of their own have no gates.
-
-    Raises:
-        UnsupportedModel: every layer has one.
-    """
-    layers = [layer for layer, window in enumerate(measured.windows) if window is None]
-    if not layers:
-        raise UnsupportedModel(
-            f"every layer of {measured.name} has a sliding window of its own: no head reads the whole context"
-        )
-    return layers
 
 
 def gate_scores(measured: MeasuredModel, gates: torch.Tensor) -> np.ndarray:
     """float32 [layers, kv_heads], 0 in layers without gates."""
     scores = np.zeros((measured.dimensions.layers, measured.dimensions.kv_heads), dtype=np.float32)
-    scores[gated_layers(measured)] = gates.detach().cpu().numpy()
+    scores[measured.full_layers()] = gates.detach().cpu().numpy()
     return scores
 
 
@@ -73,7 +58,7 @@ def mixed_attention(
         sink, recent: streaming attention of query i is over j <= i with j < sink or i - j < recent.
         mesh: the processes that share prompts.
     """
-    place = {layer: place for place, layer in enumerate(gated_layers(measured))}
+    place = {layer: place for place, layer in enumerate(measured.full_layers())}
 
     def attend(stock, module, query, key, value, attention_mask, **options):
         window = measured.windows[module.layer_idx]

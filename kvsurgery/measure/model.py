@@ -117,6 +117,19 @@ class MeasuredModel:
         """Per layer, the model's own sliding window in tokens, or None for full attention."""
         return tuple(self.layers.windows)
 
+    def full_layers(self) -> list[int]:
+        """Layers with full attention.
+
+        Raises:
+            UnsupportedModel: every layer has a sliding window of its own.
+        """
+        layers = [layer for layer, window in enumerate(self.windows) if window is None]
+        if not layers:
+            raise UnsupportedModel(
+                f"every layer of {self.name} has a sliding window of its own: no head reads the whole context"
+            )
+        return layers
+
     @property
     def max_context(self) -> int:
         """Tokens that the model has positions for."""

@@ -28,11 +28,6 @@ class Fit:
     choice: Candidate
     losses: CacheLosses | None = None
 
-    @property
-    def workspace(self) -> int:
-        """Bytes of the choice that are neither weights nor KV cache."""
-        return self.choice.total - self.choice.kv_bytes - self.footprint.weights
-
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
         """`pareto` of all candidates."""
@@ -122,12 +117,11 @@ def fit(
 
 def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand: Demand) -> PolicyError:
     smallest = min(candidates, key=lambda candidate: candidate.total)
-    workspace = smallest.total - smallest.kv_bytes - footprint.weights
     hint = "shorten `context`, lower `batch` or `chunk`, or raise `tp`"
     if any(candidate.rest == "budgeted" for candidate in candidates):
         hint += "; or set `rest` to streaming, since budgeted heads hold a prompt until its end"
     return PolicyError(
         f"nothing fits in {console.size(demand.memory)}: the smallest policy takes {console.size(smallest.total)}, "
         f"{console.size(smallest.total - demand.memory)} too much (weights {console.size(footprint.weights)}, "
-        f"KV cache {console.size(smallest.kv_bytes)}, workspace {console.size(workspace)}); {hint}"
+        f"KV cache {console.size(smallest.kv_bytes)}, workspace {console.size(smallest.workspace)}); {hint}"
     )

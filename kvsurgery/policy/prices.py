@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log1p
-from typing import Any
 
 import numpy as np
 
@@ -45,7 +44,8 @@ class Candidate:
         full_heads, rest, budget, quantization: what a recipe says of them.
         kv_bytes: the KV cache of all sequences, as `KVLayout.kv_bytes` has it, in the process that holds most.
         chunk: tokens of the prompt that go through at a time.
-        total: bytes of weights, KV cache and workspace, at the peak of a prefill, in a process.
+        workspace: bytes beside weights and KV cache, at the peak of a prefill.
+        total: bytes of weights, KV cache and workspace in a process.
         loss: what is expected to be lost: measured, in nats of divergence, or guessed, as a share of the scores.
     """
 
@@ -55,6 +55,7 @@ class Candidate:
     quantization: Quantization | None
     kv_bytes: int
     chunk: int
+    workspace: int
     total: int
     loss: float
 
@@ -130,8 +131,8 @@ class Prices:
         """Candidates with this many full heads, whose others stream."""
         context, process_heads = self.demand.context, self.heads // self.shares
         for quantization in self.quantizations:
-            layout = kv_layout.LayerLayout(((0, 1),), sink, recent, quantization=quantization)
-            streaming_bytes = self._layer_bytes(layout)
+            layer = kv_layout.LayerLayout(((0, 1),), sink, recent, quantization=quantization)
+            streaming_bytes = self._layer_bytes(layer)
             full_bytes = self._heads_bytes(np.array([context]), quantization)
             for count in counts:
                 if count or quantization is None or quantization.streaming:
@@ -141,11 +142,11 @@ class Prices:
                         full_count * full_bytes + (process_heads - full_count) * streaming_bytes
                         for full_count in full_counts
                     )
-                    yield self._candidate(count, "streaming", None, quantization, kv, self._loss(count, layout))
+                    yield self._candidate(count, "streaming", None, quantization, kv, self._loss(count, layer))
 
-    def _loss(self, count: int, layout: Any) -> float:
-        """What is lost with this many full heads, whose others stream as in a layout."""
-        tokens, quantization = layout.sink + layout.recent, layout.quantization
+    def _loss(self, count: int, layer: kv_layout.LayerLayout) -> float:
+        """What is lost with this many full heads, whose others stream as in a layer."""
+        tokens, quantization = layer.sink + layer.recent, layer.quantization
         if self.loss_sums is None:
             full_score, total, fidelity = (
                 float(self.score_sums[count]),
@@ -154,7 +155,7 @@ class Prices:
             )
             share = min(tokens, self.demand.context) / self.demand.context
             kept_score = full_score * fidelity + (total - full_score) * share * (
-                fidelity if layout.quantized_window else 1
+                fidelity if layer.quantized_window else 1
             )
             return 1 - kept_score / total
         loss = 0.0
@@ -163,7 +164,7 @@ class Prices:
             loss += streaming_losses[-1] - streaming_losses[count]
         if quantization is not None:
             quantization_losses = self.loss_sums[str(quantization.bits)]
-            loss += quantization_losses[-1 if layout.quantized_window else count]
+            loss += quantization_losses[-1 if layer.quantized_window else count]
         return loss
 
     def _sums(self, amounts: np.ndarray) -> np.ndarray:
@@ -215,7 +216,9 @@ class Prices:
                         count, "budgeted", budget, quantization, kv, 1 - kept_score / float(self.score_sums[-1])
                     )
 
-    def _candidate(self, count, rest, budget, quantization, kv: int, loss: float) -> Candidate:
+    def _candidate(
+        self, count: int, rest: Rest, budget: int | None, quantization: Quantization | None, kv: int, loss: float
+    ) -> Candidate:
         kv = self.demand.batch * (kv + self.native_bytes[quantization])
         budgeted_count = -(-(self.heads - count) // self.shares) if rest == "budgeted" else 0
         workspace, chunk = min(
@@ -224,12 +227,12 @@ class Prices:
         )
         total = self.footprint.weights + kv + workspace
         # rounded, so that sums in another order tie
-        return Candidate(count, rest, budget, quantization, kv, chunk, total, round(float(loss), 12))
+        return Candidate(count, rest, budget, quantization, kv, chunk, workspace, total, round(float(loss), 12))
 
-    def _layer_bytes(self, layout: Any) -> int:
+    def _layer_bytes(self, layer: kv_layout.LayerLayout) -> int:
         """Bytes of one sequence in a layer."""
-        head_dim = layout.head_dim or self.footprint.model.head_dim
-        return layout.kv_bytes(self.demand.context, 0, 0, head_dim, self.footprint.itemsize)
+        head_dim = layer.head_dim or self.footprint.model.head_dim
+        return layer.kv_bytes(self.demand.context, 0, 0, head_dim, self.footprint.itemsize)
 
     def _heads_bytes(self, tokens: np.ndarray, quantization: Quantization | None) -> int:
         """Bytes of one sequence's heads that keep this many tokens each."""

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.profile.full_heads import kv_scores
+from kvsurgery.profile.full_heads import full_heads, kv_scores
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
-from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_heads, places, ranks
+from kvsurgery.profile.ranking import SPARSITIES, ceiling, places, ranks
 
 
 @dataclass(frozen=True)

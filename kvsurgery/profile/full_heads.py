@@ -12,6 +12,29 @@ from kvsurgery.errors import PolicyError
 from kvsurgery.profile.head_profile import HeadProfile
 
 
+def full_heads(
+    profile: HeadProfile,
+    sparsity: float,
+    group_reduce: Literal["mean", "max"] = "mean",
+    eligible: np.ndarray | None = None,
+) -> np.ndarray:
+    """bool [layers, kv_heads]: the heads that `decide` keeps full at a sparsity.
+
+    Args:
+        eligible: bool [layers], those without a sliding window of the model's own; by default as the profile says.
+    """
+    eligible = profile.eligible if eligible is None else eligible
+    if not eligible.any():
+        return np.zeros((profile.model.layers, profile.model.kv_heads), dtype=bool)
+    return full_mask(kv_scores(profile, group_reduce), eligible, {"sparsity": sparsity})
+
+
+def full_per_layer(profile: HeadProfile, sparsity: float) -> list[int | None]:
+    """How many KV heads of each layer stay full at a sparsity; None for a layer that is not eligible."""
+    counts = full_heads(profile, sparsity).sum(axis=1).tolist()
+    return [count if eligible else None for count, eligible in zip(counts, profile.eligible, strict=True)]
+
+
 def full_mask(scores: np.ndarray, eligible: np.ndarray, choice: dict[str, float]) -> np.ndarray:
     """The full heads that an option asks for: bool [layers, kv_heads].
 

@@ -9,8 +9,9 @@ from rich.style import Style
 from rich.text import Text
 
 from kvsurgery.profile.comparison import Comparison
+from kvsurgery.profile.full_heads import full_per_layer
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_per_layer
+from kvsurgery.profile.ranking import SPARSITIES, ceiling
 from kvsurgery.profile.summary import kind_of_head
 
 # ten levels, each a tenth of the range: a character where there is no color, else matplotlib's viridis

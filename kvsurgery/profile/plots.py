@@ -10,8 +10,9 @@ import numpy as np
 from kvsurgery.display.figure import new_figure, save_figure
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.comparison import Comparison
+from kvsurgery.profile.full_heads import full_heads
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
-from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_heads
+from kvsurgery.profile.ranking import SPARSITIES, ceiling
 from kvsurgery.profile.summary import kind_of_head
 
 if TYPE_CHECKING:

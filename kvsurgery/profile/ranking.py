@@ -1,13 +1,9 @@
-"""The heads of a profile in order: the scale of their scores, their ranks, and which of them stay full."""
+"""The scale of a profile's scores, and the ranks of its heads."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
-from kvsurgery.profile.full_heads import full_mask, kv_scores
-from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import SCORE_METHODS
 
 # shares of streaming heads that a profile is looked at with
@@ -35,26 +31,3 @@ def ranks(scores: np.ndarray, eligible: np.ndarray) -> np.ndarray:
     result = np.zeros(scores.shape)
     result[eligible] = places(scores[eligible]) / scores[eligible].size
     return result
-
-
-def full_heads(
-    profile: HeadProfile,
-    sparsity: float,
-    group_reduce: Literal["mean", "max"] = "mean",
-    eligible: np.ndarray | None = None,
-) -> np.ndarray:
-    """bool [layers, kv_heads]: the heads that `decide` keeps full at a sparsity.
-
-    Args:
-        eligible: bool [layers], those without a sliding window of the model's own; by default as the profile says.
-    """
-    eligible = profile.eligible if eligible is None else eligible
-    if not eligible.any():
-        return np.zeros((profile.model.layers, profile.model.kv_heads), dtype=bool)
-    return full_mask(kv_scores(profile, group_reduce), eligible, {"sparsity": sparsity})
-
-
-def full_per_layer(profile: HeadProfile, sparsity: float) -> list[int | None]:
-    """How many KV heads of each layer stay full at a sparsity; None for a layer that is not eligible."""
-    counts = full_heads(profile, sparsity).sum(axis=1).tolist()
-    return [count if eligible else None for count, eligible in zip(counts, profile.eligible, strict=True)]

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvsurgery.profile.comparison import Comparison
+from kvsurgery.profile.full_heads import full_per_layer
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.methods import SCORE_METHODS
-from kvsurgery.profile.ranking import SPARSITIES, full_per_layer
+from kvsurgery.profile.ranking import SPARSITIES
 
 MOST_DIFFERENT = 5
 

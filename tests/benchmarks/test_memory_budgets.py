@@ -55,7 +55,10 @@ def test_layers_with_a_window_of_their_own_keep_it() -> None:
     scores = np.array([[0.5, 0.1], [0, 0], [0.2, 0.9]], dtype=np.float32)
     profile = HeadProfile(scores, "kv-bits", "kv", "model", model, windows=(None, 16, None))
     four = Quantization(4)
-    policies = [Candidate(3, "streaming", None, how, kv_bytes=0, chunk=0, total=0, loss=0.0) for how in (None, four)]
+    policies = [
+        Candidate(3, "streaming", None, how, kv_bytes=0, chunk=0, workspace=0, total=0, loss=0.0)
+        for how in (None, four)
+    ]
     assert memory_budgets.rows_of(policies, profile, [four, Window(4, 8)]).tolist() == [
         [[EXACT, 2], [EXACT, EXACT], [EXACT, EXACT]],
         [[1, 2], [EXACT, EXACT], [1, 1]],

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvsurgery.profile.full_heads import full_heads
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.ranking import full_heads
 from tests.helpers.tiny_recall import FOLDER, ablation, task
 
 SMOLLM2 = FOLDER.parent / "smollm2"

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvsurgery.heads.dimensions import ModelDimensions
+from kvsurgery.profile.full_heads import full_heads
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.ranking import SPARSITIES, full_heads, ranks
+from kvsurgery.profile.ranking import SPARSITIES, ranks
 
 # few levels, so that many scores are equal
 SCORES = hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=st.integers(0, 4))
