@@ -3,12 +3,11 @@
 import torch
 
 from .kv_cache import HeadTable
-from .kv_kernels import TILE_TOKENS, _padded, _slots, _strides, _tiles, tl, triton
+from .kv_kernels import TILE_TOKENS, _padded, _registers, _slots, _strides, _tiles, tl, triton
 from .kv_layout import TILE
 from .kv_store import _pack, _pack_options
 
 MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
-PACK_REGISTERS = 255  # of a thread that packs; ptxas may stop at 128 by itself, and spill
 
 
 @triton.jit(do_not_specialize=["heads", "columns", "skipped_batch", "skipped_head", "packed_batch", "packed_head"])
@@ -137,5 +136,5 @@ def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept_col
             N=min(MOVE_BYTES * warps // (_padded(keys.shape[3]) * keys.element_size()), TILE),
             num_warps=warps,
             enable_fp_fusion=False,
-            **({"maxnreg": PACK_REGISTERS} if table.tiles is not None and torch.version.hip is None else {}),
+            **(_registers() if table.tiles is not None else {}),
         )

@@ -16,6 +16,7 @@ from .kv_kernels import (
     _matrix,
     _padded,
     _power,
+    _registers,
     _score_factors,
     _scores,
     _sink_score,
@@ -36,7 +37,6 @@ PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"  
 PROGRAMS = 2  # on a multiprocessor
 STAGES = 3  # of the loop over units, of which one fewer is under way
 PARTS = 128  # partial results of 128 channels that are combined at once; with more channels fewer
-REGISTERS = 255  # per thread
 SHARED_ROWS = 32  # of dots that queries and groups of scales share, at most
 SHARED_OUTPUT = SHARED_ROWS * 128  # the same times the channels of a head; with more, registers spill
 WARP = 32  # lanes; as many segments are planned without shared memory, and with fewer registers spill
@@ -462,7 +462,6 @@ def decode(
     walk = _walk(query, table)
     segments, options = walk.segments, walk.options
     programs = min(programs or PROGRAMS * _multiprocessors(query.device), walk.max_units)
-    on_cuda = torch.version.hip is None
     partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=query.device)
     ends = torch.empty(segments * rows, dtype=torch.int32, device=query.device)
@@ -493,11 +492,11 @@ def decode(
             **_strides(query, "q_batch", "q_head"),
             M=walk.members,
             LANES=WARP if segments * rows <= WARP else ALONE * segments,
-            ASM=on_cuda and query.element_size() == 2 and not triton.knobs.runtime.interpret,
+            ASM=torch.version.hip is None and query.element_size() == 2 and not triton.knobs.runtime.interpret,
             num_warps=4,
             num_stages=walk.stages,
             enable_fp_fusion=True,
-            **({"maxnreg": REGISTERS} if on_cuda else {}),
+            **_registers(),
         )
         _combine_kernel[(rows, group)](
             **parts,

@@ -29,6 +29,7 @@ from .kv_tiles import rotation
 from .kv_torch import Scoring
 
 MATRIX_ELEMENTS = 4096  # of a matrix that a program multiplies by at once
+REGISTERS = 255  # of a thread; ptxas may stop at fewer by itself, and spill
 LOG2_E = math.log2(math.e)
 # a score lower than any real one: unlike -inf, its difference from a masked score is no NaN
 LOWEST = tl.constexpr(-1.0e30)
@@ -86,6 +87,11 @@ def _matrix(table: HeadTable) -> dict:
         "matrix_ptr": rotation(head_dim, torch.float32, device) if table.rotated_values else None,
         "MATRIX_N": min(MATRIX_ELEMENTS // _padded(head_dim), _padded(head_dim)),
     }
+
+
+def _registers() -> dict[str, int]:
+    """The launch option that lets a thread have all registers; other compilers than ptxas do not know it."""
+    return {"maxnreg": REGISTERS} if torch.version.hip is None else {}
 
 
 @constexpr_function

@@ -6,8 +6,7 @@ Moving is in place. A token only ever moves to an earlier position, so the first
 import torch
 
 from .kv_cache import HeadTable
-from .kv_compact import PACK_REGISTERS
-from .kv_kernels import TILE_TOKENS, _padded, _power, _slots, _strides, _tiles, tl, triton
+from .kv_kernels import TILE_TOKENS, _padded, _power, _registers, _slots, _strides, _tiles, tl, triton
 from .kv_layout import EVERY, TILE
 from .kv_reselect import _token_scale_options, _tokens
 from .kv_store import _pack, _pack_options
@@ -296,5 +295,5 @@ def move(table: HeadTable, kept_positions: torch.Tensor, column: int) -> None:
             PACK_N=packing["V_N"],
             RANGES=packing["RANGES"],
             num_warps=8,
-            **({"maxnreg": PACK_REGISTERS} if torch.version.hip is None else {}),
+            **_registers(),
         )

@@ -13,6 +13,7 @@ from .kv_kernels import (
     LOWEST,
     TILE_TOKENS,
     _padded,
+    _registers,
     _score_factors,
     _scores,
     _sink_score,
@@ -26,7 +27,6 @@ from .kv_layout import VALUE_NORM, Selection
 from .kv_store import _pack_options
 from .kv_torch import Scoring
 
-SELECT_REGISTERS = 255  # of a thread; ptxas would use fewer, and spill
 ALWAYS_KEPT = tl.constexpr(0x7F800000)  # the bits of infinity: more than those of any importance
 
 
@@ -327,6 +327,6 @@ def select(
             num_warps=4,
             num_stages=2,
             enable_fp_fusion=False,
-            **({"maxnreg": SELECT_REGISTERS} if torch.version.hip is None else {}),
+            **_registers(),
         )
     return kept_positions

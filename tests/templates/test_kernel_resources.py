@@ -28,7 +28,7 @@ from triton.backends.nvidia import compiler  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kvsurgery.templates import kv_compact, kv_decode, kv_move, kv_packed, kv_reselect, kv_store  # noqa: E402
+from kvsurgery.templates import kv_compact, kv_decode, kv_kernels, kv_move, kv_packed, kv_reselect, kv_store  # noqa: E402
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization, Selection  # noqa: E402
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
@@ -145,7 +145,7 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
     kv_decode.decode(query, table, columns, Scoring(0.1, 30.0 if group == 1 else None, sinks=learned), programs=8)
     check(compiled["_append_kernel"], tmp_path, 16)
     decode = compiled["_decode_kernel"]
-    assert decode.metadata.maxnreg == kv_decode.REGISTERS
+    assert decode.metadata.maxnreg == kv_kernels.REGISTERS
     check(decode, tmp_path, kv_decode.PROGRAMS)
     check(compiled["_combine_kernel"], tmp_path, COMBINE_BLOCKS)
 
