@@ -20,7 +20,6 @@ from kvsurgery.evaluate.held import with_kv_bytes
 from kvsurgery.evaluate.judging import write_judged
 from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.records import (
-    SETTINGS,
     append_lines,
     check_settings,
     lines,
@@ -30,7 +29,7 @@ from kvsurgery.evaluate.records import (
     versions,
     write_settings,
 )
-from kvsurgery.evaluate.results import CONVERTED, Results
+from kvsurgery.evaluate.results import CONVERTED, SETTINGS, Results
 from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, limited_samples
 from kvsurgery.evaluate.standing import Steps, standing
 from kvsurgery.evaluate.statistics import task_result
