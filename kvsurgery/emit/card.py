@@ -17,7 +17,7 @@ from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout, setting, text_config
 from kvsurgery.version import __version__
-from kvsurgery.vllm.forecast import Forecast, forecast
+from kvsurgery.vllm.forecast import forecast_or_refusal
 
 # bytes of an element of the cache, by the dtype of the model
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "16 bit": 2}
@@ -113,7 +113,7 @@ def model_card(
         quantization=quantization_section(policy.layout),
         ranks=rank_table(config, replicated),
         replicated=replicated,
-        served=_forecast_or_refusal(config),
+        served=forecast_or_refusal(config),
         sharing_layers=sum(layer.source is not None for layer in policy.layers),
         unquantized=[kind.heads for kind in unquantized(policy.layout)],
         version=__version__,
@@ -132,14 +132,6 @@ def with_section(card: str, section: str, marks: tuple[str, str] = REPORT) -> st
 def _summary(code: bytes) -> str:
     """The first line of a module's docstring."""
     return (ast.get_docstring(ast.parse(code)) or "").partition("\n")[0]
-
-
-def _forecast_or_refusal(config: Mapping[str, Any]) -> Forecast | str:
-    """What vLLM holds, or why it cannot serve a converted config."""
-    try:
-        return forecast(config)
-    except ValueError as error:
-        return str(error)
 
 
 def _front_matter(base_model: str | None, original: str) -> str:
