@@ -36,7 +36,7 @@ from kvsurgery.text.lengths import DEPTHS
 from kvsurgery.text.needle_sets import SETS, NeedleChoice
 from kvsurgery.text.needles import KEYS, Kind, Needle, Prompt, needle_place
 from kvsurgery.text.tokens import text_of, token_ids
-from kvsurgery.version import __version__
+from kvsurgery.version import TOOL
 
 
 class RetrievalMethod(NamedTuple):
@@ -169,7 +169,7 @@ def retrieval_scores(
             "seed": trials.seed,
             "trials": len(grid),
             "successes": successes,
-            "tool": f"kvsurgery {__version__}",
+            "tool": TOOL,
         },
     )
 
