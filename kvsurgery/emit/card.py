@@ -9,13 +9,14 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
+from kvsurgery.checkpoint.dtype import config_dtype
 from kvsurgery.emit.config import auto_class
 from kvsurgery.heads.kinds import OTHERS, unquantized
 from kvsurgery.heads.lengths import length_name, lengths_of
 from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.templates.kv_layout import KVLayout, setting, text_config
+from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.version import __version__
 from kvsurgery.vllm.forecast import forecast_or_refusal
 
@@ -31,9 +32,8 @@ UNCHECKED = "Divergence of the next token from the original model: not measured.
 
 def loaded_dtype(config: Mapping[str, Any]) -> str:
     """The dtype in which a checkpoint is loaded with `dtype="auto"`, as far as its config says: "float32", "16 bit"."""
-    # transformers 5 writes `dtype`
-    names = [setting(section, name) for section in (config, text_config(config)) for name in ("dtype", "torch_dtype")]
-    return next((name for name in names if isinstance(name, str) and name in ITEMSIZES), "16 bit")
+    dtype = config_dtype(config)
+    return dtype if dtype in ITEMSIZES else "16 bit"
 
 
 def kv_table(config: Mapping[str, Any]) -> list[dict[str, Any]]:
