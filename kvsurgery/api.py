@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvsurgery.conversion.convert import Report
+from kvsurgery.conversion.convert import ConvertReport
 from kvsurgery.conversion.convert import convert as write
 from kvsurgery.conversion.engine import JOBS
 from kvsurgery.conversion.request import Request
@@ -23,7 +23,7 @@ def convert(
     revision: str | None = None,
     jobs: int = JOBS,
     progress: Callable[[int], None] | None = None,
-) -> Report:
+) -> ConvertReport:
     """Convert a checkpoint according to a head profile. A run that was interrupted goes on when it is repeated.
 
     Args:

@@ -34,6 +34,8 @@ OF_REST: dict[Rest, tuple[str, ...]] = {
     "streaming": ("sink", "recent"),
     "budgeted": ("budgets_from", "budget", "beta", "window", "kernel_size", "pool", "hold", "select"),
 }
+# what contradicts streaming heads; the other fields of budgeted ones make no difference beside them
+NOT_STREAMING = ("budget", "budgets_from", "hold", "select")
 QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming", "kv_sink", "kv_rotate", "kv_clip")
 # the `kv_bits` that are chosen for each layer; what is then chosen with them, or was not measured
 AUTO = "auto"
@@ -192,9 +194,7 @@ class Recipe:
         check_types(self)
         if len(self.chosen) > 1:
             raise PolicyError(f"{_quoted_names(self.chosen)} exclude each other; give one")
-        if self.rest == "streaming" and self.budget is not None:
-            raise PolicyError("`budget` is for budgeted heads; set `rest` to budgeted, or leave it out")
-        for name in ("budgets_from", "hold", "select"):
+        for name in NOT_STREAMING:
             if self.rest == "streaming" and getattr(self, name) != _DEFAULTS[name]:
                 raise PolicyError(f"`{name}` is for budgeted heads; set `rest` to budgeted, or leave it out")
         detail_fields = [name for name in (*QUANTIZED, "kv_measured") if getattr(self, name) != _DEFAULTS[name]]
@@ -289,7 +289,7 @@ class Recipe:
         elif "kv_bits" in (*values, *reset_fields):
             reset_fields += ["kv_budget"]
         if values.get("rest") == "streaming":
-            reset_fields += ["budget", "budgets_from", "hold", "select"]
+            reset_fields += NOT_STREAMING
         if "kv_bits" in values and values["kv_bits"] is None:
             reset_fields += [*QUANTIZED, "kv_measured"]
         return replace(self, **{name: _DEFAULTS[name] for name in reset_fields} | values)

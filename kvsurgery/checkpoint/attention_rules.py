@@ -187,17 +187,18 @@ class AttentionRules:
         names = "head_dim", "num_key_value_heads"
         base_shape = {name: self._number(config, name) for name in names}
         windows = self.windows(config)
+        refusal = UnsupportedModel(f"config.json: per_layer_config must give layers {' and '.join(names)} only")
         try:
             layer_shapes = {int(layer): {**base_shape, **overrides} for layer, overrides in layers.items()}
             shapes = [layer_shapes.pop(layer, base_shape) for layer in range(len(windows))]
-        except (AttributeError, TypeError, ValueError):
-            layer_shapes, shapes = {}, [{}]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise refusal from error
+        if layer_shapes or any(shape.keys() != {*names} for shape in shapes):
+            raise refusal
         full, sliding = (
-            [shape for shape, window in zip(shapes, windows, strict=False) if (window is None) == is_full]
+            [shape for shape, window in zip(shapes, windows, strict=True) if (window is None) == is_full]
             for is_full in (True, False)
         )
-        if layer_shapes or any(shape.keys() != {*names} for shape in shapes):
-            raise UnsupportedModel(f"config.json: per_layer_config must give layers {' and '.join(names)} only")
         if any(shape != full[0] for shape in full) or any(shape != base_shape for shape in sliding):
             raise UnsupportedModel("config.json: per_layer_config gives layers of one kind heads of several shapes")
         return full[0] if full else {}
@@ -219,7 +220,7 @@ class AttentionRules:
             raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
             allowed_types = (FULL_ATTENTION, window.get("kind", SLIDING_ATTENTION))
-            if not isinstance(types, list) or len(types) != layers or any(item not in allowed_types for item in types):
+            if len(types) != layers or any(item not in allowed_types for item in types):
                 raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(allowed_types)}")
             # stock code takes the last layer of a family with two kinds of heads for one with full attention
             kinds = [*types[:-1], FULL_ATTENTION] if self.full_attention else types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def cpu_features() -> frozenset[str]:
     )
 
 
+def config_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that a config.json names, for all of the model or for its text model, such as "bfloat16"; None: none is
+    named."""
+    # transformers 5 writes `dtype`
+    names = (section.get(key) for section in (config, text_config(config)) for key in ("dtype", "torch_dtype"))
+    return next((name.removeprefix("torch.") for name in names if isinstance(name, str) and name), None)
+
+
 def stored_dtype(folder: Path) -> str | None:
     """The dtype that `dtype="auto"` loads a checkpoint in, such as "bfloat16"; None where only its weights could say it
     and they are not there.
@@ -43,15 +52,10 @@ def stored_dtype(folder: Path) -> str | None:
         CheckpointError: there is no config.json.
     """
     config = read_config(folder)
-    if dtype := _config_dtype(config) or _config_dtype(text_config(config)):
+    if dtype := config_dtype(config):
         return dtype
     try:
         shards = read_weights(folder)[0]
     except KVSurgeryError:  # of a Hub id there is the config only
         return None
     return next((STORED[tensor.dtype] for shard in shards for tensor in shard.tensors if tensor.dtype in STORED), None)
-
-
-def _config_dtype(config: dict[str, Any]) -> str | None:
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    return dtype.removeprefix("torch.") if isinstance(dtype, str) else None

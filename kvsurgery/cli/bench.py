@@ -90,7 +90,7 @@ def bench(
     torchrun --nproc-per-node 4 -m kvsurgery bench ./llama3-tp4 --out report/
     """
     from kvsurgery.bench.benchmark import benchmark, default_workload
-    from kvsurgery.cli.verify import source_folder
+    from kvsurgery.cli.source import source_folder
     from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
     from kvsurgery.evaluate.checkpoint import check_original

@@ -176,10 +176,10 @@ def convert(
 
 def _note(options: dict[str, Any], prepared: PreparedConversion) -> None:
     """Print what a fit does not take into account, and, without a fit, the options that make no difference."""
-    from kvsurgery.cli.source import warn
+    from kvsurgery.cli.source import warn_about_memory
     from kvsurgery.display import console
 
-    warn(prepared)
+    warn_about_memory(prepared)
     used_fields = prepared.policy.recipe.in_use
     names = (name for of_rest in OF_REST.values() for name in of_rest)
     unused_flags = [flag(name) for name in names if options[name] is not None and name not in used_fields]

@@ -54,7 +54,7 @@ def evaluate(
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-70b-tp8 --tasks ruler --lengths 128K --tp 8
     """
     from kvsurgery.cli.recipe_options import in_flags
-    from kvsurgery.cli.verify import source_folder
+    from kvsurgery.cli.source import source_folder
     from kvsurgery.display import console
     from kvsurgery.evaluate.checkpoint import check_original, is_converted
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL

@@ -17,75 +17,6 @@ from kvsurgery.recipe import CHOICES, Demand, Recipe
 from kvsurgery.system.files import check_file
 from kvsurgery.templates.kv_layout import SELECTS
 
-
-def recipe_options(command: Any) -> Any:
-    """Add `--recipe`, and an option for every field of a recipe that has one value in a command."""
-    return _fields(command)
-
-
-def fit_options(command: Any) -> Any:
-    """The same without fields that a fit decides."""
-    return _fields(command, DECIDED)
-
-
-def sweep_options(command: Any) -> Any:
-    """The same with several values of the axes of a sweep, and without fields that have no place in one."""
-    return _fields(command, (*NOT_SWEPT, *FIELDS[DEVICES]), AXES)
-
-
-def _fields(command: Any, excluded: Container[str] = (), swept: Container[str] = ()) -> Any:
-    """Add `--recipe` and the options of all fields but some, and of some with several values."""
-    for group, names in FIELDS.items():
-        if options := [_option(name, name in swept) for name in names if name not in excluded]:
-            command = in_group(group, *options)(command)
-    return recipe_file(command)
-
-
-def reform_options(command: Any) -> Any:
-    """Add the options that say how long prompts are read."""
-    options = [click.option(flag(f"reform_{name}"), type=kind, help=text) for name, (kind, text) in REFORM.items()]
-    return in_group(PROMPTS, *options)(command)
-
-
-def recipe_file(command: Any) -> Any:
-    """Add `--recipe`."""
-    return click.option(
-        "--recipe",
-        "recipe_path",
-        type=click.Path(path_type=Path),
-        help="A TOML file with these options; options on the command line override it.",
-    )(command)
-
-
-save_recipe_option = click.option(
-    "--save-recipe", type=click.Path(path_type=Path), help="Write the complete recipe to a TOML file."
-)
-profile_option = click.option(
-    "--profile",
-    "profile_paths",
-    multiple=True,
-    metavar="PROFILE",
-    help="The head profile: a file, or hf://owner/repo/path[@revision]. For long prompts add a reform profile, or give "
-    "only that. Without one, here or in the recipe, `convert --kv-bits` quantizes the cache of every head.",
-)
-
-
-def _option(name: str, is_list: bool) -> Callable[[Any], Any]:
-    """The option of a recipe's field, which takes one value or several."""
-    [kind, text] = next(names[name] for names in FIELDS.values() if name in names)
-    if is_list:
-        kind, text = SWEPT_BITS if name == "kv_bits" else (kind, text)
-        kind = Several(click.types.convert_type(kind))
-    default = getattr(Recipe(), name, None)
-    if kind is bool and default is None:
-        return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
-    if kind is bool:
-        return click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text)
-    default_text = "" if default is None or "[default" in text else f"  [default: {default}]"
-    optional_value: dict[str, Any] = {"is_flag": False, "flag_value": BARE[name]} if name in BARE else {}
-    return click.option(flag(name), type=kind, help=text + default_text, **optional_value)
-
-
 LARGEST_RECIPE = 1 << 20  # bytes of a file that is read as one, before it is overwritten
 # the axes of a sweep, what one of them takes there, and fields that have no place in one
 AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
@@ -211,6 +142,73 @@ REFORM: dict[str, tuple[Any, str]] = {
     "recompute_budget": (Tokens(), "Tokens that are gathered for the whole model.  [default: (16K, or what fits)]"),
     "query_length": (int, "Tokens of the question if nothing marks it in the prompt.  [default: 64]"),
 }
+
+
+def recipe_options(command: Any) -> Any:
+    """Add `--recipe`, and an option for every field of a recipe that has one value in a command."""
+    return _fields(command)
+
+
+def fit_options(command: Any) -> Any:
+    """The same without fields that a fit decides."""
+    return _fields(command, DECIDED)
+
+
+def sweep_options(command: Any) -> Any:
+    """The same with several values of the axes of a sweep, and without fields that have no place in one."""
+    return _fields(command, (*NOT_SWEPT, *FIELDS[DEVICES]), AXES)
+
+
+def _fields(command: Any, excluded: Container[str] = (), swept: Container[str] = ()) -> Any:
+    """Add `--recipe` and the options of all fields but some, and of some with several values."""
+    for group, names in FIELDS.items():
+        if options := [_option(name, *names[name], name in swept) for name in names if name not in excluded]:
+            command = in_group(group, *options)(command)
+    return recipe_file(command)
+
+
+def reform_options(command: Any) -> Any:
+    """Add the options that say how long prompts are read."""
+    options = [click.option(flag(f"reform_{name}"), type=kind, help=text) for name, (kind, text) in REFORM.items()]
+    return in_group(PROMPTS, *options)(command)
+
+
+def recipe_file(command: Any) -> Any:
+    """Add `--recipe`."""
+    return click.option(
+        "--recipe",
+        "recipe_path",
+        type=click.Path(path_type=Path),
+        help="A TOML file with these options; options on the command line override it.",
+    )(command)
+
+
+save_recipe_option = click.option(
+    "--save-recipe", type=click.Path(path_type=Path), help="Write the complete recipe to a TOML file."
+)
+profile_option = click.option(
+    "--profile",
+    "profile_paths",
+    multiple=True,
+    metavar="PROFILE",
+    help="The head profile: a file, or hf://owner/repo/path[@revision]. For long prompts add a reform profile, or give "
+    "only that. Without one, here or in the recipe, `convert --kv-bits` quantizes the cache of every head.",
+)
+
+
+def _option(name: str, kind: Any, text: str, is_list: bool) -> Callable[[Any], Any]:
+    """The option of a recipe's field, which takes one value or several."""
+    if is_list:
+        kind, text = SWEPT_BITS if name == "kv_bits" else (kind, text)
+        kind = Several(click.types.convert_type(kind))
+    default = getattr(Recipe(), name, None)
+    if kind is bool and default is None:
+        return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
+    if kind is bool:
+        return click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text)
+    default_text = "" if default is None or "[default" in text else f"  [default: {default}]"
+    optional_value: dict[str, Any] = {"is_flag": False, "flag_value": BARE[name]} if name in BARE else {}
+    return click.option(flag(name), type=kind, help=text + default_text, **optional_value)
 
 
 def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:

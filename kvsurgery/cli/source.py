@@ -1,12 +1,14 @@
-"""The checkpoint that a command converts, and warnings about a choice by memory."""
+"""The checkpoint that a command converts, or that was converted, and warnings about a choice by memory."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvsurgery.recipe import Recipe
+from kvsurgery.system.repo_id import checkpoint_folder
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.prepared import PreparedConversion
@@ -27,7 +29,18 @@ def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Requ
     return request
 
 
-def warn(prepared: PreparedConversion) -> None:
+def source_folder(source: str, converted: Path) -> Path:
+    """The source's folder; a Hub id is downloaded at the revision that was converted."""
+    folder = checkpoint_folder(source)
+    if folder is not None:
+        return folder
+    from kvsurgery import hub
+    from kvsurgery.checkpoint.provenance import Provenance
+
+    return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]
+
+
+def warn_about_memory(prepared: PreparedConversion) -> None:
     """Print what a choice by memory does not take into account."""
     from kvsurgery.display import console
 

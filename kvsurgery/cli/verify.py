@@ -10,7 +10,6 @@ import click
 from click.core import ParameterSource
 
 from kvsurgery.cli.running import chosen_dtype, dtype_option
-from kvsurgery.system.repo_id import checkpoint_folder
 
 
 @click.command()
@@ -46,6 +45,7 @@ def verify(
     kvsurgery verify ./llama3-duo --hashes
     """
     from kvsurgery.checkpoint.source import weight_bytes
+    from kvsurgery.cli.source import source_folder
     from kvsurgery.conversion.engine import JOBS
     from kvsurgery.conversion.verify import verify
     from kvsurgery.display import console
@@ -106,14 +106,3 @@ def _compare_logits(folder: Path, dtype: str) -> dict[str, Any]:
     logging.disable_progress_bar()
     with console.stderr.status("running the stock and the emitted model"):
         return asdict(compare_logits(folder, dtype))
-
-
-def source_folder(source: str, converted: Path) -> Path:
-    """The source's folder; a Hub id is downloaded at the revision that was converted."""
-    folder = checkpoint_folder(source)
-    if folder is not None:
-        return folder
-    from kvsurgery import hub
-    from kvsurgery.checkpoint.provenance import Provenance
-
-    return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]

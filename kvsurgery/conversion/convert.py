@@ -25,7 +25,7 @@ from kvsurgery.version import __version__
 
 
 @dataclass(frozen=True)
-class Report:
+class ConvertReport:
     """The result of a conversion.
 
     Attributes:
@@ -56,7 +56,7 @@ def convert(
     *,
     jobs: int = JOBS,
     progress: Callable[[int], None] | None = None,
-) -> Report:
+) -> ConvertReport:
     """Write the converted checkpoint. A run that was interrupted goes on when it is repeated.
 
     Args:
@@ -79,7 +79,7 @@ def convert(
                 f"{checkpoint.folder / folder} is a folder, and conversion writes a file of this name"
             )
     provenance = _provenance(checkpoint, plan, files, sides)
-    report = Report(out, checkpoint.size, len(plan.moves), len(plan.moved), sides.left_out, 0.0)
+    report = ConvertReport(out, checkpoint.size, len(plan.moves), len(plan.moved), sides.left_out, 0.0)
     if _already_done(out, checkpoint, provenance):
         return replace(report, already_done=True, seconds=time.monotonic() - start)
 

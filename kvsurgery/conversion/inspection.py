@@ -25,7 +25,7 @@ from kvsurgery.heads.section import quantization_section
 from kvsurgery.system.repo_id import checkpoint_folder
 from kvsurgery.templates.kv_layout import KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
-from kvsurgery.vllm.forecast import forecast
+from kvsurgery.vllm.forecast import forecast_or_refusal
 
 # keys of converted or quantized checkpoints, for which `Family.of` refuses a config
 NOT_STOCK = ("kv_surgery", "auto_map", "quantization_config")
@@ -287,10 +287,9 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
 
 
 def _serving(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    try:
-        prediction = forecast(config)
-    except ValueError as error:
-        return {"refusal": str(error)}
+    prediction = forecast_or_refusal(config)
+    if isinstance(prediction, str):
+        return {"refusal": prediction}
     return {
         "command": prediction.command(name),
         "processes": prediction.processes,

@@ -114,6 +114,6 @@ def _already_done(converted: Converted, out: Path, jobs: int) -> bool:
 
 
 def _fingerprint(converted: Converted) -> dict[str, str]:
-    states = [(shard.name, shard.path.stat().st_size, shard.path.stat().st_mtime_ns) for shard in converted.shards]
+    states = [(shard.name, *shard.state) for shard in converted.shards]
     content = converted.provenance.serialize() + json.dumps(states).encode()
     return {"converted checkpoint": blake3(content).hexdigest()}

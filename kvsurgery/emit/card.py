@@ -9,15 +9,16 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
+from kvsurgery.checkpoint.dtype import config_dtype
 from kvsurgery.emit.config import auto_class
 from kvsurgery.heads.kinds import OTHERS, unquantized
 from kvsurgery.heads.lengths import length_name, lengths_of
 from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.templates.kv_layout import KVLayout, setting, text_config
+from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.version import __version__
-from kvsurgery.vllm.forecast import Forecast, forecast
+from kvsurgery.vllm.forecast import forecast_or_refusal
 
 # bytes of an element of the cache, by the dtype of the model
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "16 bit": 2}
@@ -31,9 +32,8 @@ UNCHECKED = "Divergence of the next token from the original model: not measured.
 
 def loaded_dtype(config: Mapping[str, Any]) -> str:
     """The dtype in which a checkpoint is loaded with `dtype="auto"`, as far as its config says: "float32", "16 bit"."""
-    # transformers 5 writes `dtype`
-    names = [setting(section, name) for section in (config, text_config(config)) for name in ("dtype", "torch_dtype")]
-    return next((name for name in names if isinstance(name, str) and name in ITEMSIZES), "16 bit")
+    dtype = config_dtype(config)
+    return dtype if dtype in ITEMSIZES else "16 bit"
 
 
 def kv_table(config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def model_card(
         quantization=quantization_section(policy.layout),
         ranks=rank_table(config, replicated),
         replicated=replicated,
-        served=_forecast_or_refusal(config),
+        served=forecast_or_refusal(config),
         sharing_layers=sum(layer.source is not None for layer in policy.layers),
         unquantized=[kind.heads for kind in unquantized(policy.layout)],
         version=__version__,
@@ -132,14 +132,6 @@ def with_section(card: str, section: str, marks: tuple[str, str] = REPORT) -> st
 def _summary(code: bytes) -> str:
     """The first line of a module's docstring."""
     return (ast.get_docstring(ast.parse(code)) or "").partition("\n")[0]
-
-
-def _forecast_or_refusal(config: Mapping[str, Any]) -> Forecast | str:
-    """What vLLM holds, or why it cannot serve a converted config."""
-    try:
-        return forecast(config)
-    except ValueError as error:
-        return str(error)
 
 
 def _front_matter(base_model: str | None, original: str) -> str:

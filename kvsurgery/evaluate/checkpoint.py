@@ -26,6 +26,7 @@ from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.system.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.text.tokens import end_tokens
 
 GENERATION_CONFIG = "generation_config.json"
 SAMPLED_BYTES = 256  # first bytes of every tensor, which a fingerprint covers
@@ -126,10 +127,9 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
     except torch.OutOfMemoryError as error:
         raise CheckpointError(f"the weights of {folder} do not fit on {device}; try `dtype` bfloat16") from error
     defaults = model.generation_config
-    end_tokens = defaults.eos_token_id if isinstance(defaults.eos_token_id, list) else [defaults.eos_token_id]
-    end_tokens = [token for token in end_tokens if token is not None]
-    pad_token = defaults.pad_token_id if defaults.pad_token_id is not None else [*end_tokens, 0][0]
-    model.generation_config = GenerationConfig(eos_token_id=end_tokens or None, pad_token_id=pad_token)
+    ends = end_tokens(defaults)
+    pad_token = defaults.pad_token_id if defaults.pad_token_id is not None else [*ends, 0][0]
+    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=pad_token)
     return model
 
 

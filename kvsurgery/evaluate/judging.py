@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.evaluate.records import lines, read_lines
+from kvsurgery.evaluate.records import lines
 from kvsurgery.evaluate.sample import Conversation, Sample
+from kvsurgery.evaluate.statistics import Records
 from kvsurgery.system.files import write_whole
 
 
-def write_judged(folder: Path, samples: Sequence[Sample], models: Iterable[str], note: Callable[[str], None]) -> None:
-    """Write `TASK-MODEL.jsonl` of every task whose answers have no score; `note` is called with a line on each file.
+def write_judged(
+    folder: Path, samples: Sequence[Sample], answers: Mapping[str, Records], note: Callable[[str], None]
+) -> None:
+    """Write `TASK-MODEL.jsonl` of every task whose answers have no score.
 
     A line has the questions, the reference answers, and the model's answers where FastChat's judge looks for them.
+
+    Args:
+        answers: records by model and sample.
+        note: called with a line on each file.
     """
     judged_samples = [sample for sample in samples if not sample.metrics and sample.conversation]
     for task in dict.fromkeys(sample.task for sample in judged_samples):
-        for model in models:
-            answer_records = read_lines(folder / f"answers-{model}.jsonl")
-            records = {(record["task"], record["sample"]): record for record in answer_records}
+        for model, records in answers.items():
             rows = [
                 _line(sample, sample.conversation, model, records[sample.key]["turns"])
                 for sample in judged_samples

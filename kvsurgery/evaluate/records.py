@@ -16,11 +16,10 @@ from blake3 import blake3
 from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import KVSurgeryError, OutputError, cut
+from kvsurgery.evaluate.results import SETTINGS
 from kvsurgery.evaluate.sample import Sample
 from kvsurgery.system.files import differences, write_whole
 from kvsurgery.version import __version__
-
-SETTINGS = "settings.json"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 from kvsurgery.system.files import document, write_whole
 
 FILE = "results.json"
+SETTINGS = "settings.json"  # of an evaluation or a sweep: its samples, and the models that answered
 FORMAT, VERSION = "kvsurgery.evaluation", 1
 ORIGINAL, CONVERTED = "original", "converted"
 PERPLEXITY = "perplexity"

@@ -20,7 +20,6 @@ from kvsurgery.evaluate.held import with_kv_bytes
 from kvsurgery.evaluate.judging import write_judged
 from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.records import (
-    SETTINGS,
     append_lines,
     check_settings,
     lines,
@@ -30,7 +29,7 @@ from kvsurgery.evaluate.records import (
     versions,
     write_settings,
 )
-from kvsurgery.evaluate.results import CONVERTED, Results
+from kvsurgery.evaluate.results import CONVERTED, SETTINGS, Results
 from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, limited_samples
 from kvsurgery.evaluate.standing import Steps, standing
 from kvsurgery.evaluate.statistics import task_result
@@ -117,7 +116,7 @@ class Evaluation:
         with self.processes.first():
             if self.processes.rank == 0:
                 self._enter(name, checkpoint)
-            records_by_key = self._answers(name)
+            records_by_key = self.answers(name)
         records = list(records_by_key.values())
         batches = [
             batch
@@ -157,9 +156,13 @@ class Evaluation:
         del respondent, model
         free()
 
+    def answers(self, name: str) -> dict[tuple[str, str], dict[str, Any]]:
+        """The records of a model's answers so far, by the keys of samples."""
+        return {(record["task"], record["sample"]): record for record in read_lines(self._path(name))}
+
     def missing(self, name: str) -> int:
         """How many samples a model has not answered."""
-        answered_keys = self._answers(name).keys()
+        answered_keys = self.answers(name).keys()
         return sum(sample.key not in answered_keys for sample in self.samples)
 
     def results(self, models: Mapping[str, str], command: str = "") -> Results:
@@ -176,7 +179,7 @@ class Evaluation:
         for name in models.values():
             if missing := self.missing(name):
                 raise KVSurgeryError(f"{self.folder}: {name} has not answered {missing} of {len(self.samples)} samples")
-        answers = {role: self._answers(name) for role, name in models.items()}
+        answers = {role: self.answers(name) for role, name in models.items()}
         model_entries = {role: settings["models"][name] for role, name in models.items()}
         by_metric: dict[tuple[str, str], list[Sample]] = {}
         for sample in self.samples:
@@ -193,9 +196,6 @@ class Evaluation:
                 for (task, metric), samples in by_metric.items()
             ),
         )
-
-    def _answers(self, name: str) -> dict[tuple[str, str], dict[str, Any]]:
-        return {(record["task"], record["sample"]): record for record in read_lines(self._path(name))}
 
     def _path(self, name: str) -> Path:
         return self.folder / f"answers-{name}.jsonl"
@@ -291,5 +291,6 @@ def evaluate(
                 results = with_kv_bytes(results, models[CONVERTED], *cache_arguments)
             if evaluation.processes.rank == 0:
                 results.save(evaluation.folder)
-                write_judged(evaluation.folder, evaluation.samples, models, note)
+                answers = {name: evaluation.answers(name) for name in models}
+                write_judged(evaluation.folder, evaluation.samples, answers, note)
         return results

@@ -36,10 +36,10 @@ def task_result(
         }
         for model, records in answers.items()
     }
-    common_keys = [sample.key for sample in samples if all(sample.key in by_key for by_key in values.values())]
+    common_keys = _common_keys(samples, values)
     skip_reasons = (
         next(f"{model}: {reason}" for model, records in answers.items() if (reason := records[key].get("skipped")))
-        for key in dict.fromkeys(sample.key for sample in samples) - dict.fromkeys(common_keys).keys()
+        for key in {sample.key for sample in samples} - {*common_keys}
     )
     scores: dict[str, Interval] = {}
     difference = None
@@ -86,7 +86,7 @@ def _cells(
         answered_keys = {
             model: [sample.key for sample in group if sample.key in by_key] for model, by_key in values.items()
         }
-        common_keys = [sample.key for sample in group if all(sample.key in by_key for by_key in values.values())]
+        common_keys = _common_keys(group, values)
         used_keys = {model: common_keys or keys for model, keys in answered_keys.items()}
         scores = {
             model: float(_scaled(np.mean([values[model][key] for key in keys]), metric))
@@ -94,6 +94,13 @@ def _cells(
             if keys
         }
         yield Cell(dict(group[0].facts), max(map(len, used_keys.values())), scores)
+
+
+def _common_keys(
+    samples: Sequence[Sample], values: Mapping[str, Mapping[tuple[str, str], float]]
+) -> list[tuple[str, str]]:
+    """Of the samples that every model answered."""
+    return [sample.key for sample in samples if all(sample.key in by_key for by_key in values.values())]
 
 
 def _scaled(means: np.ndarray, metric: str) -> np.ndarray:

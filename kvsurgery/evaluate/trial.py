@@ -12,7 +12,8 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, is_converted, load
 from kvsurgery.evaluate.options import Options
-from kvsurgery.evaluate.records import SETTINGS, read_settings
+from kvsurgery.evaluate.records import read_settings
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, SETTINGS
 from kvsurgery.evaluate.sample import Reader, Sample, Task
 from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.measure.retrieval import RIGHT
@@ -77,7 +78,7 @@ class Trial:
         all_samples = [sample for samples in trial_samples.values() for sample in samples]
         if reason := next(filter(None, map(respondent.too_long_reason, all_samples)), None):
             raise TextError(f"needles in {length:,} tokens cannot be asked for: {reason}; give shorter `lengths`")
-        role = "converted" if is_converted(self.checkpoint) else "original"
+        role = CONVERTED if is_converted(self.checkpoint) else ORIGINAL
         choice = choose_set(KIND, partial(self._right_count, respondent, trial_samples), length, OTHERWISE, role)
         del model, respondent
         free()

@@ -4,12 +4,11 @@ Runs on huggingface_hub 0.34 to 2.x.
 """
 
 from kvsurgery.hub.download import fetch_checkpoint, fetch_config, headers
-from kvsurgery.hub.files import FetchedFile, fetch_file
+from kvsurgery.hub.files import fetch_file
 from kvsurgery.hub.stream import stream_checkpoint
 from kvsurgery.hub.upload import check_login, push
 
 __all__ = [
-    "FetchedFile",
     "check_login",
     "fetch_checkpoint",
     "fetch_config",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -14,15 +14,9 @@ from kvsurgery.hub.errors import explained
 from kvsurgery.system.repo_id import HubFile
 
 
-@dataclass(frozen=True)
-class FetchedFile:
-    """A file in the Hub's cache, and where it is from: `source.revision` is a commit."""
-
-    path: Path
-    source: HubFile
-
-
-def fetch_file(file: HubFile, max_bytes: int, *, inside: str | None = None, beside: str | None = None) -> FetchedFile:
+def fetch_file(
+    file: HubFile, max_bytes: int, *, inside: str | None = None, beside: str | None = None
+) -> tuple[Path, HubFile]:
     """Download one file into the Hub's cache. Asked for by branch or tag, it is found again offline.
 
     Args:
@@ -31,26 +25,26 @@ def fetch_file(file: HubFile, max_bytes: int, *, inside: str | None = None, besi
         inside: name of the file in that folder.
         beside: name of a second file of the same folder, which is downloaded too where there is one.
 
+    Returns:
+        Where it is in the cache, and its address, by commit.
+
     Raises:
         HubError: it cannot be had, or is larger; the line says why and what to do.
     """
     with explained(file.repo_id, file.revision, file.path):
         try:
-            fetched_file = _fetch(file, max_bytes)
+            path, source = _fetch(file, max_bytes)
         except EntryNotFoundError:
             if inside is None:
                 raise
-            fetched_file = _fetch(replace(file, path=f"{file.path}/{inside}"), max_bytes)
+            path, source = _fetch(replace(file, path=f"{file.path}/{inside}"), max_bytes)
         if beside is not None:
             with suppress(EntryNotFoundError):
-                _fetch(
-                    replace(fetched_file.source, path=str(PurePosixPath(fetched_file.source.path).with_name(beside))),
-                    max_bytes,
-                )
-    return fetched_file
+                _fetch(replace(source, path=str(PurePosixPath(source.path).with_name(beside))), max_bytes)
+    return path, source
 
 
-def _fetch(file: HubFile, max_bytes: int) -> FetchedFile:
+def _fetch(file: HubFile, max_bytes: int) -> tuple[Path, HubFile]:
     if not constants.HF_HUB_OFFLINE:
         # fails at once, where a download retries for 23 s
         url = hf_hub_url(file.repo_id, file.path, revision=file.revision)
@@ -60,4 +54,4 @@ def _fetch(file: HubFile, max_bytes: int) -> FetchedFile:
     path = Path(hf_hub_download(file.repo_id, file.path, revision=file.revision))
     # snapshots/COMMIT/PATH
     commit = path.parents[len(PurePosixPath(file.path).parts) - 1].name
-    return FetchedFile(path, replace(file, revision=commit))
+    return path, replace(file, revision=commit)

@@ -19,7 +19,7 @@ from kvsurgery.measure.attention_hooks import attention_weights, intercepted, sc
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.version import __version__
+from kvsurgery.version import TOOL
 
 # (step, place) -> tokens int64, targets bool and passkeys int64, all [batch, tokens], as `PasskeyPrompt` has them
 Recalls = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -59,7 +59,7 @@ def attention_profile(
         progress(done * mesh.groups, count)
     total = mesh.processes.add(total.to(mesh.processes.device)).cpu().numpy()
     scores = (total / mesh.copies(measured) / count).clip(0, 1)
-    provenance = {"data": dict(data), "count": count, "tool": __version__}
+    provenance = {"data": dict(data), "count": count, "tool": TOOL}
     return measured.profile(scores.astype(np.float32), "attention", "kv", provenance=provenance)
 
 

@@ -22,7 +22,7 @@ from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.cache_losses import MEASURED_WIDTHS, STREAMING_CACHE, CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.templates.kv_layout import Quantization
-from kvsurgery.version import __version__
+from kvsurgery.version import TOOL
 
 EIGHTHS = 2, 4, 6, 7, 8  # of all heads that stream together; the last ones lose most
 SHARED = 8  # bits whose loss is too small to measure head by head: it is divided as that of the next width
@@ -116,7 +116,7 @@ def cache_losses(
         model=measured.dimensions,
         base_revision=measured.revision,
         windows=measured.windows,
-        provenance={"data": dict(data), **asdict(sizes), "tool": __version__},
+        provenance={"data": dict(data), **asdict(sizes), "tool": TOOL},
     )
 
 

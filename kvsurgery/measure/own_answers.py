@@ -23,6 +23,7 @@ from kvsurgery.measure.prompts import Contexts
 from kvsurgery.system.files import write_bytes_whole
 from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.long_tasks import long_task
+from kvsurgery.text.tokens import end_tokens
 
 TOGETHER = 8  # answers generated at a time
 # greedy answers of small models repeat themselves
@@ -119,8 +120,7 @@ def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterat
     longest = max(map(len, prompts))
     if longest >= contexts.shortest:
         raise ProfileError(f"prompts have up to {longest} tokens, without an answer; give a greater minimum")
-    end_tokens = measured.model.generation_config.eos_token_id
-    end_tokens = {end_tokens} if isinstance(end_tokens, int) else set(end_tokens or ())
+    ends = {*end_tokens(measured.model.generation_config)}
     for start in range(0, count, TOGETHER):
         batch = prompts[start : start + TOGETHER]
         width = max(map(len, batch))
@@ -138,7 +138,7 @@ def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterat
                 **SAMPLING,
             )
         for prompt, answer in zip(batch, sequences[:, width:].tolist(), strict=True):
-            end = next((place for place, token in enumerate(answer) if token in end_tokens), len(answer))
+            end = next((place for place, token in enumerate(answer) if token in ends), len(answer))
             yield Answer(prompt, answer[: min(end, contexts.longest - len(prompt))])
 
 

@@ -23,7 +23,7 @@ from kvsurgery.measure.recurrence import LayerStates, RecurrentPass, chunks
 from kvsurgery.profile.embedding_heads import RANKED_KINDS, RANKING_TASKS, Ranking
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
 from kvsurgery.templates.kv_reform import Reform
-from kvsurgery.version import __version__
+from kvsurgery.version import TOOL
 
 NEIGHBORS = 20  # tokens over which scores are averaged
 PAPER = Reform((), chunk=2048, encode_budget=768)  # 256 heavy hitters besides the first and the last tokens
@@ -137,7 +137,7 @@ def embedding_ranking(
         "neighbors": NEIGHBORS,
         "samples": {task: len(task_samples) for task, task_samples in samples.items()},
         "tokens": [min(lengths), max(lengths)],
-        "tool": f"kvsurgery {__version__}",
+        "tool": TOOL,
     }
     return measured.profile(None, REFORM, None, embedding_heads=ranking.pick(), ranking=ranking, provenance=provenance)
 

@@ -35,8 +35,8 @@ from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.lengths import DEPTHS
 from kvsurgery.text.needle_sets import SETS, NeedleChoice
 from kvsurgery.text.needles import KEYS, Kind, Needle, Prompt, needle_place
-from kvsurgery.text.tokens import text_of, token_ids
-from kvsurgery.version import __version__
+from kvsurgery.text.tokens import end_tokens, text_of, token_ids
+from kvsurgery.version import TOOL
 
 
 class RetrievalMethod(NamedTuple):
@@ -169,7 +169,7 @@ def retrieval_scores(
             "seed": trials.seed,
             "trials": len(grid),
             "successes": successes,
-            "tool": f"kvsurgery {__version__}",
+            "tool": TOOL,
         },
     )
 
@@ -330,10 +330,9 @@ def checked_prompts(
 
 
 def _end_tokens(measured: MeasuredModel) -> set[int]:
-    """Tokens that end an answer; chat models have several."""
-    eos_token_id = measured.model.generation_config.eos_token_id
-    eos_token_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
-    return {token for token in (*eos_token_ids, measured.text.eos_token_id) if token is not None}
+    """Tokens that end an answer by the generation config or by the tokenizer."""
+    tokens = (*end_tokens(measured.model.generation_config), measured.text.eos_token_id)
+    return {token for token in tokens if token is not None}
 
 
 def _hash(needles: Sequence[Needle]) -> str:

@@ -21,7 +21,7 @@ from kvsurgery.measure.settling import LATEST, SHARES, settled
 from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.system.processes import Processes
-from kvsurgery.version import __version__
+from kvsurgery.version import TOOL
 
 # (step, place in the step's batch) -> tokens int64 [batch, tokens], targets bool [batch, tokens], and more or nothing
 Prompts = Callable[[int, int], tuple[torch.Tensor, ...]]
@@ -118,7 +118,7 @@ def train_gates(
             **{name: value for name, value in facts.items() if name not in ("model", "revision", "sink", "recent")},
             "steps_done": state.step,
             "final_loss": state.history[-1][0],
-            "tool": __version__,
+            "tool": TOOL,
         },
     )
     return profile, state.history

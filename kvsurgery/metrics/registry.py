@@ -66,7 +66,7 @@ METRICS: Mapping[str, Metric] = {
     "repeated_function": repeated_function,
     "cloze_exact": answer_parsing.cloze_exact,
     "cloze_partial": answer_parsing.cloze_partial,
-    "rouge_1_recall": _best(words.distinct_word_recall),
+    "distinct_word_recall": _best(words.distinct_word_recall),
     "rouge_l_recall": _best(words.rouge_l_recall),
     "rouge_l_sum": _best(words.rouge_l_sum),
     "character_f1_zh": _best(words.character_f1_zh),

@@ -157,16 +157,27 @@ def babilong(answer: str, references: Sequence[str], choices: Sequence[str]) -> 
     return float({choice for choice in choices if choice in sentence} == {*references})
 
 
+def require_jieba() -> None:
+    """Check that jieba is installed, which finds the words of Chinese text.
+
+    Raises:
+        KVSurgeryError: it is not.
+    """
+    try:
+        import jieba  # noqa: F401
+    except ImportError as error:
+        raise KVSurgeryError("answers in Chinese need jieba: pip install 'kvsurgery[eval]'") from error
+
+
 def chinese_words(text: str) -> list[str]:
     """Words of Chinese text.
 
     Raises:
         KVSurgeryError: jieba is not installed.
     """
-    try:
-        import jieba
-    except ImportError as error:
-        raise KVSurgeryError("answers in Chinese need jieba: pip install 'kvsurgery[eval]'") from error
+    require_jieba()
+    import jieba
+
     jieba.setLogLevel("WARNING")
     return jieba.lcut(text)
 

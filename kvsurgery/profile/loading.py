@@ -13,12 +13,14 @@ from kvsurgery.profile.tensor_file import TensorFile
 from kvsurgery.system.repo_id import HubFile, is_address
 
 
-def local_file(source: str | Path, **names: str) -> tuple[Path, HubFile | None]:
+def local_file(
+    source: str | Path, *, inside: str | None = None, beside: str | None = None
+) -> tuple[Path, HubFile | None]:
     """The path of a file, which is downloaded if it is on the Hub, and then also its address there by commit.
 
     Args:
         source: a path, `hf://owner/repo/path[@revision]`, or the URL of a page of the Hub.
-        names: `inside` and `beside`, as `hub.fetch_file` takes them.
+        inside, beside: as `hub.fetch_file` takes them.
 
     Raises:
         HubError: it is no file of the Hub, or cannot be had; the line says why and what to do.
@@ -28,8 +30,7 @@ def local_file(source: str | Path, **names: str) -> tuple[Path, HubFile | None]:
         return Path(source), None
     from kvsurgery import hub
 
-    fetched = hub.fetch_file(remote, LARGEST_SCORES_FILE, **names)
-    return fetched.path, fetched.source
+    return hub.fetch_file(remote, LARGEST_SCORES_FILE, inside=inside, beside=beside)
 
 
 def load(source: str | Path, kind: type[HeadProfile] | type[CacheLosses] | None = None) -> HeadProfile | CacheLosses:

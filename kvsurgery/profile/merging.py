@@ -12,7 +12,7 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.profile.comparison import common_scores, common_windows
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.ranking import ranks
-from kvsurgery.version import __version__
+from kvsurgery.version import TOOL
 
 
 def merge(
@@ -95,6 +95,6 @@ def _provenance(profiles: Sequence[HeadProfile], granularity: str, how: str, gro
     return {
         "merge": how,
         "sources": [{name: getattr(profile, name) for name in names} for profile in profiles],
-        "tool": f"kvsurgery {__version__}",
+        "tool": TOOL,
         **({"group_reduce": group_reduce} if is_reduced else {}),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvsurgery.bench.results import Bench
 from kvsurgery.errors import OutputError
-from kvsurgery.evaluate.results import Results, TaskResult
+from kvsurgery.evaluate.results import CONVERTED, Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
 from kvsurgery.report.charts import Chart
 from kvsurgery.report.comparison import Comparison, compare, is_sweep
@@ -76,7 +76,7 @@ def _lines(comparison: Comparison, task: TaskResult) -> Iterator[Line]:
 
 
 def _series_name(sweep: str, series: str) -> str:
-    return sweep if series == "converted" else f"{sweep}: {series}"
+    return sweep if series == CONVERTED else f"{sweep}: {series}"
 
 
 def _page(comparison: Comparison, chart: Chart | None) -> str:

@@ -13,12 +13,11 @@ from typing import Any
 from kvsurgery.bench.results import Bench
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate import sweep_results
-from kvsurgery.evaluate.results import ORIGINAL, Results, TaskResult
+from kvsurgery.evaluate.results import ORIGINAL, SETTINGS, Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
 from kvsurgery.report.folder import checkpoint_of, read
 from kvsurgery.report.rendering import flat_settings
 
-SETTINGS = "settings.json"  # of an evaluation or a sweep: its samples, and the models that answered
 SWEEP_SETTINGS = ("profile", "conversion")  # which evaluations do not have
 
 

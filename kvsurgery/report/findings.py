@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsurgery.evaluate.results import PERPLEXITY, Cell, Interval, Results, TaskResult
+from kvsurgery.evaluate.results import ORIGINAL, PERPLEXITY, Cell, Interval, Results, TaskResult
 
 # facts that say how long a sample is, in numbers or in words
 LENGTHS = ("tokens", "length", "words")
@@ -63,7 +63,7 @@ class Curve:
 
 def models(results: Results) -> tuple[str, ...]:
     """The models that were evaluated, the original first."""
-    return tuple(sorted(results.models, key=lambda name: name != "original"))
+    return tuple(sorted(results.models, key=lambda name: name != ORIGINAL))
 
 
 def titles(tasks: Iterable[TaskResult]) -> dict[tuple[str, str], str]:

@@ -78,12 +78,10 @@ class Haystack:
         """
         if source is None:
             texts, name = islice(_generated_texts(seed), length), "generated text"
-        elif os.path.exists(source):
-            texts, name = [_file_text(source)], os.path.basename(source)
-        elif dataset := dataset_of(source):
+        elif dataset := _dataset(source):
             texts, name = _dataset_texts(source, *dataset), source
         else:
-            raise TextError(f"cannot read text {source}: there is no such file, and it is not the Hub id of a dataset")
+            texts, name = [_file_text(source)], os.path.basename(source)
         special_tokens, read, count, unknown, total = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0, 0, 0
         for text in texts:
             read.append(np.array(token_ids(tokenizer, text), dtype=np.int64))
@@ -142,12 +140,23 @@ def check_text(source: str | None) -> None:
     """
     if source is None:
         return
-    if os.path.exists(source):
-        _file_text(source)
-    elif dataset := dataset_of(source):
+    if dataset := _dataset(source):
         require_datasets(dataset[0])
     else:
-        raise TextError(f"cannot read text {source}: there is no such file, and it is not the Hub id of a dataset")
+        _file_text(source)
+
+
+def _dataset(source: str) -> tuple[str, str | None] | None:
+    """Dataset and configuration that a text is read from; None: it is a file.
+
+    Raises:
+        TextError: it is neither.
+    """
+    if os.path.exists(source):
+        return None
+    if dataset := dataset_of(source):
+        return dataset
+    raise TextError(f"cannot read text {source}: there is no such file, and it is not the Hub id of a dataset")
 
 
 def _file_text(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Text as a tokenizer spells it: token ids without anything around them, and which ids stand for no text."""
+"""Text as a tokenizer spells it: token ids without anything around them, and which ids stand for no text or end one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -32,6 +32,12 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids that stand for no text."""
     added_special = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
     return sorted({*tokenizer.all_special_ids, *added_special})
+
+
+def end_tokens(config: GenerationConfig) -> list[int]:
+    """Tokens that end an answer; chat models have several."""
+    tokens = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [token for token in tokens if token is not None]
 
 
 def ordinary_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:

@@ -72,6 +72,14 @@ def forecast(config: Any) -> Forecast:
     raise AssertionError("one process holds all heads")
 
 
+def forecast_or_refusal(config: Any) -> Forecast | str:
+    """`forecast`, or why vLLM cannot serve a converted config."""
+    try:
+        return forecast(config)
+    except ValueError as error:
+        return str(error)
+
+
 def has_bidirectional_images(config: Any) -> bool:
     """Whether tokens of an image see each other in both directions, as in the larger models of Gemma 4."""
     return setting(setting(config, "text_config"), "use_bidirectional_attention") == "vision"

@@ -195,9 +195,9 @@ class Groups:
         """Blocks of `size` tokens that a sequence of `tokens` holds while `in_flight` of them are computed."""
         _, full, streaming, native = self._planned(self.streaming)
         blocks = full * -(-tokens // size)
-        for layer in [layer for layer in self.layout.layers if not layer.native and layer.streaming][:1]:
+        if layer := next((layer for layer in self.layout.layers if not layer.native and layer.streaming), None):
             blocks += streaming * _window_blocks(tokens, size, layer.sink, self.window(layer), in_flight)
-        for layer in [layer for layer in self.layout.layers if layer.native][:1]:
+        if layer := next((layer for layer in self.layout.layers if layer.native), None):
             window = layer.recent - size * layer.chunked  # chunks begin with a block
             blocks += native * _window_blocks(tokens, size, 0, window, in_flight)
         return blocks
@@ -206,7 +206,7 @@ class Groups:
         """Bytes of a block: keys and values of `size` tokens."""
         return self.width * size * 2 * itemsize
 
-    def sequence_bytes(self, tokens: int, size: int = 16, itemsize: int = 2) -> int:
+    def sequence_bytes(self, tokens: int, size: int, itemsize: int) -> int:
         """Bytes of the blocks that a sequence holds."""
         return self.blocks(tokens, size) * self.block_bytes(size, itemsize)
 

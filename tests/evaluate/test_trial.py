@@ -56,7 +56,7 @@ def test_the_original_chooses_where_it_is_there(task, sets, full, budgeted, tmp_
     alone = evaluate({"converted": budgeted}, task, tmp_path / "one", BATCH, device="cpu", note=lines.append)
     assert loaded == [MODEL, budgeted]
     assert alone.settings["tasks"]["needle"]["choice"]["model"] == "converted"
-    assert "the original was not there" in lines[0]
+    assert "the original was not available" in lines[0]
 
 
 def test_needles_beyond_the_positions_are_not_tried(task, sets, tmp_path):

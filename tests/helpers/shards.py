@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.conversion.convert import Report, convert
+from kvsurgery.conversion.convert import ConvertReport, convert
 from kvsurgery.conversion.plan import plan_surgery
 from kvsurgery.policy.policy import Policy
 from kvsurgery.recipe import Recipe
@@ -121,7 +121,7 @@ FILES = {
 
 def convert_llama(
     folder: Path, out: Path, orders: Sequence[Sequence[int]] = ((2, 0, 1), (1, 0, 2)), **options: Any
-) -> Report:
+) -> ConvertReport:
     """Convert a checkpoint of `llama_checkpoint` with stand-ins for the emitted files."""
     checkpoint = Checkpoint.open(folder)
     layers = tuple(LayerLayout(((1, len(order) - 1),), 2, 4, order=tuple(order)) for order in orders)

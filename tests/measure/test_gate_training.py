@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvsurgery import __version__
 from kvsurgery.display.progress import silent
 from kvsurgery.errors import OutputError, ProfileError, UnsupportedModel
 from kvsurgery.measure.gates import add_gradient, initial_gates, rate
 from kvsurgery.measure.training import GateOptions, KeptState, train_gates
 from kvsurgery.measure.training_state import TrainingState
+from kvsurgery.version import TOOL
 from tests.helpers.families import stock
 from tests.helpers.measured_models import measured_model
 
@@ -106,7 +106,7 @@ class TestSteps:
         told = profile.provenance
         assert told["data"] == DATA
         assert told["final_loss"] == history[-1][0]
-        assert told["tool"] == __version__
+        assert told["tool"] == TOOL
         assert {name: told[name] for name in ("loss", "steps", "lr", "reg", "batch")} == {
             **{name: OPTIONS[name] for name in ("steps", "lr", "reg", "batch")},
             "loss": "distill",

@@ -30,9 +30,7 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
 
     from kvsurgery.display import console
     from kvsurgery.display.figure import check_picture
-    from kvsurgery.profile import comparison, heatmap
-    from kvsurgery.profile import plots as picture
-    from kvsurgery.profile import summary as description
+    from kvsurgery.profile import comparison, heatmap, plots, summary
     from kvsurgery.profile.loading import load_scores
 
     if plot is not None:
@@ -43,16 +41,16 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
         names = " and ".join(profile.base_model for profile in profiles)
         console.stderr.print(f"the profiles name different models of equal dimensions, {names}")
     if plot is not None:
-        picture.plot_comparison(result, plot)
+        plots.plot_comparison(result, plot)
         console.stderr.print(f"wrote {plot}")
     if as_json:
         click.echo(json.dumps(result.to_json()))
         return
     out = console.stdout
     for label, profile in zip("AB", profiles, strict=True):
-        out.print(f"{label}: {description.describe(profile)}")
+        out.print(f"{label}: {summary.describe(profile)}")
     out.print(heatmap.draw_comparison(result, out.width, console.colored()))
-    out.print(f"\n{description.describe_comparison(result)}")
+    out.print(f"\n{summary.describe_comparison(result)}")
     reduction = f", query heads reduced by {group_reduce}" if result.group_reduce else ""
     rows = [
         (

@@ -51,13 +51,15 @@ def _save(
     importer: Callable[[Sequence[Path], ProfiledModel], HeadProfile],
     sources: Sequence[str],
     options: dict[str, Any],
-    **names: str,
+    *,
+    inside: str | None = None,
+    beside: str | None = None,
 ) -> None:
     """Read files as `importer` does for the model that the options name, and write a profile.
 
     Args:
         sources: paths, or files of the Hub.
-        names: `inside` and `beside`, as `hub.fetch_file` takes them.
+        inside, beside: as `hub.fetch_file` takes them.
     """
     from dataclasses import asdict, replace
 
@@ -70,7 +72,7 @@ def _save(
     model = ProfiledModel.read(options["source"], options["revision"])
     files, origins = [], []
     for source in sources:
-        path, hub_file = local_file(source, **names)
+        path, hub_file = local_file(source, inside=inside, beside=beside)
         files.append(path)
         origins += [asdict(hub_file)] if hub_file else []
     profile = importer(files, replace(model, name=options["base_model"] or model.name))

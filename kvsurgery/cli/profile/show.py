@@ -40,9 +40,7 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
 
     from kvsurgery.display import console
     from kvsurgery.display.figure import check_picture
-    from kvsurgery.profile import heatmap
-    from kvsurgery.profile import plots as picture
-    from kvsurgery.profile import summary as description
+    from kvsurgery.profile import heatmap, plots, summary
     from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.loading import load
 
@@ -54,13 +52,13 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
         return
     profile = file if source is None else _with_windows(file, source)
     if plot is not None:
-        picture.plot(profile, plot)
+        plots.plot(profile, plot)
         console.stderr.print(f"wrote {plot}")
     if as_json:
-        click.echo(json.dumps({**description.facts(profile), "hash": file.hash}))
+        click.echo(json.dumps({**summary.facts(profile), "hash": file.hash}))
         return
     out = console.stdout
-    out.print(description.describe(profile))
+    out.print(summary.describe(profile))
     if profile.scores is not None:
         out.print(heatmap.draw(profile, out.width, console.colored()))
     else:

@@ -12,7 +12,7 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import check_source, named_files, read_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.metrics.words import chinese_words
+from kvsurgery.metrics.words import require_jieba
 from kvsurgery.setting import SOURCE, THERE, setting
 
 DATASETS = table_beside(__file__)
@@ -49,7 +49,7 @@ class LongBenchTask:
         _prompts(self.prompts)
         datasets = (name.removesuffix("_e") for name in self._files())
         if any(DATASETS.get(name, {}).get("metric", "").endswith("_zh") for name in datasets):
-            chinese_words("")
+            require_jieba()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Dataset by dataset, in the order of the rows.
@@ -86,7 +86,7 @@ class LongBenchTask:
         if not row["answers"] or (metric == "classification" and not isinstance(classes, list)):
             raise TextError(f'{self.source}: row {number + 1} of {dataset} needs "answers", and classes "all_classes"')
         if metric.endswith("_zh"):
-            chinese_words("")  # before a model has answered
+            require_jieba()  # before a model has answered
         room = reader.max_context - limit
         bucket = next((name for bound, name in BUCKETS if row["length"] < bound), "8k+")
         return Sample(

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.profiled_model import ProfiledModel
-from kvsurgery.version import __version__
+from kvsurgery.version import TOOL
 
 # 128 layers x 128 heads x 1,000 trials of 20 characters come to a third of it
 LARGEST_SCORES_FILE = 1 << 30
@@ -37,9 +37,9 @@ def read(path: Path, max_bytes: int | None = None) -> bytes:
     return raw
 
 
-def origin(tool: str, path: Path, raw: bytes) -> dict[str, str]:
+def origin(method: str, path: Path, raw: bytes) -> dict[str, str]:
     """What a profile's provenance says of the file that it was read from."""
-    return {"source": path.name, "blake3": blake3(raw).hexdigest(), "origin": tool, "tool": f"kvsurgery {__version__}"}
+    return {"source": path.name, "blake3": blake3(raw).hexdigest(), "origin": method, "tool": TOOL}
 
 
 def parse_object(path: Path, raw: bytes) -> dict[str, Any]:

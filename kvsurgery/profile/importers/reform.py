@@ -9,7 +9,7 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
-from kvsurgery.version import __version__
+from kvsurgery.version import TOOL
 
 HEADS = Path(__file__).with_name("reform_heads.toml")
 
@@ -32,7 +32,7 @@ def import_reform(name: str) -> HeadProfile:
                 None,
                 base_model=model_id,
                 model=ModelDimensions(*entry["model"]),
-                provenance={"source": "arXiv:2506.01215", "origin": "REFORM", "tool": f"kvsurgery {__version__}"},
+                provenance={"source": "arXiv:2506.01215", "origin": "REFORM", "tool": TOOL},
                 embedding_heads=EmbeddingHead.parse(entry["heads"]),
             )
     raise ProfileError(f"REFORM's paper chose no heads for {name!r}; it did for {', '.join(entries)}")
