@@ -134,7 +134,8 @@ class LongPrompts:
         if not prompt:  # generation begins with a special token
             return super().generate(inputs, generation_config, *args, **kwargs)
         states = next(iter(prompt.values()))
-        pads = self._padding(states, kwargs.get("attention_mask"))
+        special_tokens = [self._setting(name, kwargs, generation_config) for name in ("pad_token_id", "eos_token_id")]
+        pads = _padding(states, kwargs.get("attention_mask"), *special_tokens)
         rows = _without_padding(states, pads)
         questions = [question_start(row, reform, query_length, query_start) for row in rows]
         if token_scores is not None and token_scores.shape != states.shape[:2]:
@@ -162,16 +163,12 @@ class LongPrompts:
             output = _after_prompt(output, ids, max(map(len, places)))
         return (output, [row_places.cpu() for row_places in places]) if return_gathered else output
 
-    def _padding(self, states: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
-        """Left padding of each row; without a mask, as stock code infers it."""
-        pad, eos = self.generation_config.pad_token_id, self.generation_config.eos_token_id
-        if mask is None:
-            if states.ndim == 3 or pad is None or pad == eos or (isinstance(eos, list) and pad in eos):
-                return [0] * len(states)
-            mask = states != pad
-        if check_padding(mask)[1]:
-            raise ValueError("the prompt is padded on the right, so nothing can follow; pad it on the left")
-        return leading_padding(mask).tolist()
+    def _setting(self, name: str, kwargs: dict[str, Any], generation_config: Any) -> Any:
+        """A setting of `generate`: its keyword's, else the given config's, else the model's."""
+        if name in kwargs:
+            return kwargs[name]
+        given = getattr(generation_config, name, None)
+        return getattr(self.generation_config, name) if given is None else given
 
     def _embedded(self, prompt: dict[str, torch.Tensor], images: dict) -> torch.Tensor:
         """Embeddings of a prompt with its images in place, [batch, tokens, hidden], as the text model gets them."""
@@ -219,6 +216,19 @@ class PromptFirst(BaseStreamer):
 
     def end(self) -> None:
         self.streamer.end()
+
+
+def _padding(
+    states: torch.Tensor, mask: torch.Tensor | None, pad: int | None, eos: int | list[int] | None
+) -> list[int]:
+    """Left padding of each row; without a mask, as stock code infers it."""
+    if mask is None:
+        if states.ndim == 3 or pad is None or pad == eos or (isinstance(eos, list) and pad in eos):
+            return [0] * len(states)
+        mask = states != pad
+    if check_padding(mask)[1]:
+        raise ValueError("the prompt is padded on the right, so nothing can follow; pad it on the left")
+    return leading_padding(mask).tolist()
 
 
 def _without_padding(states: torch.Tensor, pads: list[int]) -> list[torch.Tensor]:

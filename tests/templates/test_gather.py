@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from kvsurgery.templates.kv_gather import gather, question_start, similarity
@@ -115,6 +116,18 @@ def test_every_row_is_gathered_as_if_alone(model):
         assert alone[0, 70 - pad :].equal(output[row, 70:])
     inferred, _ = model.generate(ids * mask, return_gathered=True, **GREEDY)
     assert inferred.equal(output)
+
+
+def test_padding_is_inferred_from_the_pad_token_that_a_call_has(model, monkeypatch):
+    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(5))
+    ids[0, :7] = 0
+    _, expected = model.generate(ids, attention_mask=ids != 0, return_gathered=True, **GREEDY)
+    monkeypatch.setattr(model.generation_config, "pad_token_id", 1)
+    for options in (GREEDY, {"generation_config": GenerationConfig(**GREEDY)}):
+        _, places = model.generate(ids, return_gathered=True, **options)
+        assert [row.tolist() for row in places] == [row.tolist() for row in expected]
+    no_pad = model.generate(ids, return_gathered=True, **{**GREEDY, "eos_token_id": 0})[1]
+    assert no_pad[0].tolist() != expected[0].tolist()  # a pad token that also ends answers says nothing
 
 
 def test_embeddings_are_gathered_like_ids(model):
