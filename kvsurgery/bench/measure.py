@@ -57,8 +57,8 @@ class Workload:
 
     @property
     def cells(self) -> list[tuple[int, int]]:
-        """Every batch and length."""
-        return [(batch, length) for batch in self.batches for length in self.lengths]
+        """Every batch and length, once."""
+        return [*dict.fromkeys((batch, length) for batch in self.batches for length in self.lengths)]
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,20 @@ def write_judged(
     judged_samples = [sample for sample in samples if not sample.metrics and sample.conversation]
     for task in dict.fromkeys(sample.task for sample in judged_samples):
         for model, records in answers.items():
+            task_samples = [sample for sample in judged_samples if sample.task == task]
             rows = [
                 _line(sample, sample.conversation, model, records[sample.key]["turns"])
-                for sample in judged_samples
-                if sample.task == task and sample.conversation and "turns" in records[sample.key]
+                for sample in task_samples
+                if sample.conversation and "turns" in records[sample.key]
             ]
             path = folder / f"{task.replace('/', '-')}-{model}.jsonl"
             write_whole(path, lines(rows))
-            note(f"{task} has no score: answers of the {model} model for a judge are in {path}")
+            reasons = Counter(str(records[sample.key].get("skipped")) for sample in task_samples)
+            left_out = "; ".join(f"{count} left out: {reason}" for reason, count in reasons.items() if reason != "None")
+            note(
+                f"{task} has no score: answers of the {model} model for a judge are in {path}"
+                + (f" ({left_out})" if left_out else "")
+            )
 
 
 def _line(sample: Sample, conversation: Conversation, model: str, answers: Sequence[str]) -> dict[str, Any]:

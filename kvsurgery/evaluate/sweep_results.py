@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,7 +71,9 @@ class Sweep:
         worth = {
             place: sign * scores[CONVERTED].mean
             for place, point in enumerate(self.points)
-            if not point.skipped and (scores := point.result(task, metric).scores)
+            if not point.skipped
+            and (scores := point.result(task, metric).scores)
+            and math.isfinite(scores[CONVERTED].mean)
         }
         best_places: list[int] = []
         for place in sorted(worth, key=lambda place: (self.points[place].kv_bytes, -worth[place])):

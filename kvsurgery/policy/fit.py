@@ -117,6 +117,11 @@ def fit(
 
 def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand: Demand) -> PolicyError:
     smallest = min(candidates, key=lambda candidate: candidate.total)
+    if footprint.weights > demand.memory:
+        return PolicyError(
+            f"nothing fits in {console.size(demand.memory)}: the weights alone take {console.size(footprint.weights)}; "
+            "raise `memory` or `tp`"
+        )
     hint = "shorten `context`, lower `batch` or `chunk`, or raise `tp`"
     if any(candidate.rest == "budgeted" for candidate in candidates):
         hint += "; or set `rest` to streaming, since budgeted heads hold a prompt until its end"

@@ -130,7 +130,6 @@ def _map(
     axes.set_yticks(_ticks(heads))
     axes.set_ylabel(kind_of_head(granularity))
     if granularity == "query" and group > 1:
-        axes.set_ylabel("query head, lines between KV heads")
         axes.hlines(np.arange(group, heads, group) - 0.5, -0.5, layers - 0.5, "white", lw=0.5)
     return image
 

@@ -90,13 +90,16 @@ class Chart:
         return elements
 
 
+MARKERS = "D^vPX<>"  # as many as share no factor with the number of colors, so that few contenders look alike
+
+
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Color and marker of each model, or contender of a benchmark: the original's are the same everywhere."""
     fixed_styles = {"original": ("original", "o"), "converted": ("converted", "s")}
     other_names = [name for name in names if name not in fixed_styles]
     colors = ["series-1", "series-2", "series-3", "series-4", *["converted"] * ("converted" not in names)]
     styles = fixed_styles | {
-        name: (colors[place % len(colors)], "D^vPX"[place % 5]) for place, name in enumerate(other_names)
+        name: (colors[place % len(colors)], MARKERS[place % len(MARKERS)]) for place, name in enumerate(other_names)
     }
     return {name: {"color": LIGHT[styles[name][0]], "marker": styles[name][1], "ms": 4.5, "lw": 1.6} for name in names}
 

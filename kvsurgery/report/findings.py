@@ -108,7 +108,7 @@ def curves(results: Results) -> tuple[Curve, ...]:
 def verdict(task: TaskResult) -> str:
     """What the interval of the difference says."""
     difference = task.difference
-    if difference is None or difference.low <= 0 <= difference.high:
+    if difference is None or not (difference.low > 0 or difference.high < 0):  # nor where it is no number
         return "no clear difference"
     return "better" if (difference.mean < 0) == (task.metric == PERPLEXITY) else "worse"
 

@@ -143,6 +143,10 @@ def test_prompts_that_tokens_are_gathered_of(checkpoint: Callable, tmp_path_fact
     assert skipped.skipped == f"600 and {NEW} new tokens are beyond its 512 positions"
 
 
+def test_a_length_that_is_given_twice_is_measured_once() -> None:
+    assert Workload((16, 32, 16), (1, 1)).cells == [(1, 16), (1, 32)]
+
+
 def test_a_prompt_of_one_chunk(pair: list[Contender]) -> None:
     rows = measure(pair, Workload((CHUNK, CHUNK + 1), (1,), NEW, CHUNK, 1), 1e9, silent)
     assert [row.chunked is None for row in rows] == [True, True, False, False]

@@ -152,7 +152,7 @@ def test_a_training_goes_on_from_its_checkpoint(folder):
 
 
 def test_an_interrupted_training_says_how_to_go_on(folder, monkeypatch):
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
     start = ["profile", "compute", folder, "--method", "duo", *GATES, *PROMPTS, "-o", "p.safetensors"]
@@ -162,6 +162,10 @@ def test_an_interrupted_training_says_how_to_go_on(folder, monkeypatch):
     assert nothing.code == state.code == 130
     assert "interrupted; nothing is kept" in nothing.err
     assert "interrupted; --resume goes on from state" in state.err
+    with monkeypatch.context() as patch:  # before there is a state
+        patch.setattr("kvsurgery.measure.training.train_gates", interrupted)
+        early = run(*start, "--checkpoint", "no-state")
+    assert (early.code, "interrupted; nothing is kept" in early.err) == (130, True)
     assert not Path("p.safetensors").exists()
     done(*start, "--checkpoint", "state", "--resume")
 

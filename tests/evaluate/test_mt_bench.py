@@ -1,6 +1,6 @@
 """MT-Bench's questions of two turns, and the file that a judge reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -98,3 +98,13 @@ def test_answers_are_written_for_a_judge(full, tmp_path):
         f"talk has no score: answers of the original model for a judge are in {tmp_path / 'talk-original.jsonl'}"
     )
     write_report(tmp_path)
+
+
+def test_questions_without_an_answer_are_counted(tmp_path):
+    class Long(Talk):
+        def samples(self, reader, limit=None):
+            yield from (replace(sample, limit=5000) for sample in super().samples(reader, limit))
+
+    noted = []
+    evaluate({"original": MODEL}, {"talk": Long()}, tmp_path, Options(), device="cpu", note=noted.append)
+    assert noted[0].endswith("talk-original.jsonl (2 left out: prompt and answer are beyond 4096 positions)")

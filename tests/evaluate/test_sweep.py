@@ -6,7 +6,7 @@ import csv
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvsurgery.evaluate import runner
 from kvsurgery.evaluate import sweep as sweeping
 from kvsurgery.evaluate.results import Interval, TaskResult
 from kvsurgery.evaluate.runner import Options
+from kvsurgery.evaluate.sample import Sample
 from kvsurgery.evaluate.sweep import Grid, sweep
 from kvsurgery.evaluate.sweep_results import Point, Sweep
 from kvsurgery.evaluate.tasks.needle import NeedleTask
@@ -62,6 +63,18 @@ def swept(language, tmp_path_factory):
     """One run through: folder and results."""
     folder = tmp_path_factory.mktemp("swept") / "sweep"
     return folder, run(folder, language)
+
+
+def test_answers_without_a_score_are_refused_before_they_are_computed(tmp_path, done):
+    @dataclass
+    class Open:
+        def samples(self, reader, limit=None):
+            yield Sample("open", "0", np.arange(20, 50, dtype=np.int64), None, limit=3)
+
+    grid = Grid(MODEL, HeadProfile.load(FOLDER / "profile.safetensors"), RECIPE, AXES)
+    with pytest.raises(KVSurgeryError, match="these tasks have no score to compare settings by; give others"):
+        sweep(grid, {"open": Open()}, tmp_path / "sweep", Options())
+    assert done == ([], [])
 
 
 def test_what_is_alike_is_evaluated_once(language, tmp_path, done):
@@ -241,6 +254,12 @@ def made(axes, points, metric="qa_f1"):
 
     found = tuple(Point(options, str(options), size, (result(score),)) for options, size, score in points)
     return Sweep("model", "", {}, {}, axes, 10, 100, (result(0.9),), found)
+
+
+def test_a_score_that_is_no_number_is_not_on_the_front():
+    points = [({"budget": place}, place, score) for place, score in enumerate((float("nan"), 0.5, 0.7))]
+    front = made({"budget": tuple(range(3))}, points).front("task", "qa_f1")
+    assert [point.options["budget"] for point in front] == [1, 2]
 
 
 def test_the_front_has_what_nothing_beats():

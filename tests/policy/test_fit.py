@@ -282,6 +282,12 @@ class TestChoice:
             == least
         )
 
+    def test_weights_that_leave_no_room(self):
+        profile, footprint = model([[1, 0.5]])
+        recipe = Recipe(fit=Demand((3 << 20) - 1, 1000))
+        with pytest.raises(PolicyError, match=r"the weights alone take 3\.00 MiB; raise `memory` or `tp`"):
+            fit(profile, ModelLayers([None]), replace(footprint, weights=3 << 20), recipe)
+
     def test_impossible_names_the_parts_and_the_way_out(self):
         profile, footprint = model([[1, 0.5]])
         with pytest.raises(PolicyError) as error:
@@ -289,9 +295,9 @@ class TestChoice:
                 profile,
                 ModelLayers([None]),
                 replace(footprint, weights=3 << 20),
-                Recipe(fit=Demand(1 << 20, 1000), rest="budgeted"),
+                Recipe(fit=Demand((3 << 20) + 1, 1000), rest="budgeted"),
             )
-        assert "nothing fits in 1.00 MiB: " in str(error.value)
+        assert "nothing fits in 3.00 MiB: " in str(error.value)
         assert "weights 3.00 MiB, KV cache " in str(error.value)
         assert "set `rest` to streaming" in str(error.value)
 

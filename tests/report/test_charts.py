@@ -6,7 +6,7 @@ import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from kvsurgery.report.charts import label, perplexity_axis, tokens
+from kvsurgery.report.charts import label, looks, perplexity_axis, tokens
 from kvsurgery.report.quality_charts import Place
 from kvsurgery.report.speed_charts import short_time, speed
 from kvsurgery.report.surgery_charts import head_map
@@ -17,6 +17,12 @@ def squares(svg, color):
     """Rectangles of a color in one path, in the order of the colors' opacities."""
     paths = re.findall(r'd="([^"]*)"[^>]*style="fill: var\((--[\w-]+)\)([^"]*)"', svg)
     return [path.count("M") for path, fill, _ in paths if fill == color and path.count("M") > 1]
+
+
+def test_contenders_look_different():
+    for names in ([f"setting {place}" for place in range(12)], ["original", "converted", *map(str, range(12))]):
+        styles = {(style["color"], style["marker"]) for style in looks(names).values()}
+        assert len(styles) == len(names)
 
 
 def test_the_head_map_has_a_square_for_each_head():

@@ -58,6 +58,7 @@ def test_what_has_a_grid_or_a_single_length_has_no_curve():
         ("qa_f1", 0.0, 0.0, "no clear difference"),
         ("perplexity", 0.1, 0.2, "worse"),
         ("perplexity", -0.2, -0.1, "better"),
+        ("perplexity", float("nan"), float("nan"), "no clear difference"),
     ],
 )
 def test_verdicts(metric, low, high, found):

@@ -104,7 +104,8 @@ def compute(
                 reporter = Reporter(advance, lambda line: console.stderr.print(in_flags(line)))
                 measurement = configured_method.measure(measured, mesh, reporter if processes.rank == 0 else Reporter())
         except KeyboardInterrupt:
-            hint = f"--resume goes on from {configured_method.kept}" if configured_method.kept else "nothing is kept"
+            kept = configured_method.kept
+            hint = f"--resume goes on from {kept}" if kept and kept.is_file() else "nothing is kept"
             raise Interrupted(hint) from None
         if processes.rank == 0:
             _save(measurement, out)
