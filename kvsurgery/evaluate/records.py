@@ -15,10 +15,10 @@ import transformers
 from blake3 import blake3
 from transformers import PreTrainedTokenizerBase
 
-from kvsurgery.errors import KVSurgeryError, OutputError, cut
+from kvsurgery.errors import KVSurgeryError, OutputError, cut, short
 from kvsurgery.evaluate.results import SETTINGS
 from kvsurgery.evaluate.sample import Sample
-from kvsurgery.system.files import differences, write_whole
+from kvsurgery.system.files import differences, parse_json, write_whole
 from kvsurgery.version import __version__
 
 
@@ -36,12 +36,56 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(complete_lines.split(b"\n") if newline else [], 1):
         try:
-            records.append(json.loads(line))
+            records.append(parse_json(line.decode()))
             if not isinstance(records[-1], dict):
                 raise ValueError("no object")
-        except ValueError as error:
-            raise KVSurgeryError(f"{path}, line {number} is damaged: {error}; remove the file to run anew") from error
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, number, str(error)) from error
     return records
+
+
+def read_answers(path: Path, samples: Iterable[Sample]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The records of a file of answers by the keys of samples, none of an absent file.
+
+    Raises:
+        KVSurgeryError: as `read_lines`, or a line is no answer to one of the samples that says all that is measured.
+    """
+    samples_by_key = {sample.key: sample for sample in samples}
+    records_by_key = {}
+    for number, record in enumerate(read_lines(path), 1):
+        key = record.get("task"), record.get("sample")
+        sample = samples_by_key.get(key) if all(isinstance(name, str) for name in key) else None
+        if sample is None:
+            raise _damaged(path, number, f'"task" and "sample" are those of no sample: {short(key)}')
+        if missing := _missing_field(record, sample):
+            raise _damaged(path, number, f'"{missing}" is missing, or of another type')
+        records_by_key[sample.key] = record
+    return records_by_key
+
+
+def _damaged(path: Path, number: int, reason: str) -> KVSurgeryError:
+    return KVSurgeryError(f"{path}, line {number} is damaged: {reason}; remove the file to run anew")
+
+
+def _missing_field(record: Mapping[str, Any], sample: Sample) -> str | None:
+    """The first field that the record of an answer lacks; one that was skipped says why, and no more."""
+    if "skipped" in record:
+        is_reason = isinstance(record["skipped"], str) and record["skipped"]
+        return None if is_reason else "skipped"
+    if sample.continuation:
+        return None if _is_number(record.get("nll")) else "nll"
+    scores = record.get("scores")
+    if not isinstance(scores, dict) or not all(map(_is_number, scores.values())) or {*sample.metrics} - {*scores}:
+        return "scores"
+    turns = record.get("turns")
+    if sample.conversation and not (isinstance(turns, list) and all(isinstance(text, str) for text in turns)):
+        return "turns"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value can be a score, which no integer beyond float64 can."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 53)
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

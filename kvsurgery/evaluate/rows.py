@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kvsurgery.errors import TextError, short
-from kvsurgery.system.files import check_readable, reading_text
+from kvsurgery.system.files import check_readable, parse_json, reading_text
 from kvsurgery.system.repo_id import is_repo_id
 from kvsurgery.text.hub_dataset import dataset_rows, require_datasets
 
@@ -187,7 +186,7 @@ def read_json(path: str | Path) -> Any:
     """Content of a JSON file of at most 256 MiB.
 
     Raises:
-        TextError: it cannot be read, is larger, or is not JSON.
+        TextError: it cannot be read, is larger, or is not JSON of whole characters.
     """
     path = Path(path)
     with reading_text(path):
@@ -195,7 +194,7 @@ def read_json(path: str | Path) -> Any:
             raise TextError(f"{path} is over {LARGEST_FILE >> 20} MiB; give JSON lines, or fewer of them")
         text = path.read_text(encoding="utf-8-sig")
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise TextError(f"{path} is not JSON: {error}") from error
 
@@ -223,7 +222,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parse_json(line: str, place: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except (ValueError, RecursionError) as error:
         raise TextError(f"{place}: not JSON: {error}") from error
 

@@ -24,7 +24,7 @@ from kvsurgery.evaluate.records import (
     check_settings,
     lines,
     prompt_record,
-    read_lines,
+    read_answers,
     read_settings,
     versions,
     write_settings,
@@ -157,8 +157,12 @@ class Evaluation:
         free()
 
     def answers(self, name: str) -> dict[tuple[str, str], dict[str, Any]]:
-        """The records of a model's answers so far, by the keys of samples."""
-        return {(record["task"], record["sample"]): record for record in read_lines(self._path(name))}
+        """The records of a model's answers so far, by the keys of samples.
+
+        Raises:
+            KVSurgeryError: a line of their file is damaged.
+        """
+        return read_answers(self._path(name), self.samples)
 
     def missing(self, name: str) -> int:
         """How many samples a model has not answered."""

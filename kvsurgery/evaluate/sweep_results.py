@@ -35,8 +35,15 @@ class Point:
     skipped: str | None = None
 
     def result(self, task: str, metric: str) -> TaskResult:
-        """The result of one task by one metric."""
-        return next(result for result in self.tasks if (result.task, result.metric) == (task, metric))
+        """The result of one task by one metric.
+
+        Raises:
+            LookupError: there is none.
+        """
+        for result in self.tasks:
+            if (result.task, result.metric) == (task, metric):
+                return result
+        raise LookupError(f"the setting {named(self.options)} has no {metric} of {task}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
-from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.head_profile import HeadProfile, check_model
 from kvsurgery.profile.tensor_file import Kind, TensorFile, read
 from kvsurgery.templates.kv_layout import ROTATIONS, Quantization
 
@@ -90,6 +90,7 @@ class CacheLosses(TensorFile):
     windows: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_model(self.KIND.name, self.base_model, self.base_revision, self.model, self.windows)
         if not self.settings or not set(self.settings) <= set(MEASURED_WIDTHS) or not all(self.settings.values()):
             raise ProfileError(f"measured cache losses are of 8, 4, 3 and 2 bits, got {[*self.settings]}")
         for setting in (entry for entries in self.settings.values() for entry in entries):
@@ -201,6 +202,8 @@ class CacheLosses(TensorFile):
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ProfileError(f"{path} has bad metadata: {error}") from error
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from error
 
     @property
     def facts(self) -> dict[str, Any]:

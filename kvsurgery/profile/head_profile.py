@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -59,19 +60,9 @@ class HeadProfile(TensorFile):
     def __post_init__(self) -> None:
         if self.method not in (*SCORE_METHODS, REFORM):
             raise ProfileError(f"unknown profile method {self.method!r}; known: {', '.join((*SCORE_METHODS, REFORM))}")
-        if not self.base_model or not self.base_model.isprintable():
-            raise ProfileError(f"a profile names the model it was measured on; base_model is {self.base_model!r}")
-        if self.base_revision is not None and not self.base_revision.isprintable():
-            raise ProfileError(f"profile base_revision must be one line, got {self.base_revision!r}")
-        if min(asdict(self.model).values()) < 1 or self.model.query_heads % self.model.kv_heads:
-            raise ProfileError(f"a profile cannot be of a model with {self.model}")
+        check_model(self.KIND.name, self.base_model, self.base_revision, self.model, self.windows)
         if (self.sink is not None and self.sink < 0) or (self.recent is not None and self.recent < 1):
             raise ProfileError(f"profile sink must be >= 0 and recent >= 1, got {self.sink} and {self.recent}")
-        if self.windows is not None and not _are_windows(self.windows, self.model.layers):
-            raise ProfileError(
-                f"profile windows must be {self.model.layers} sizes in tokens, or null for full attention, got "
-                f"{list(self.windows)}"
-            )
         if not isinstance(self.provenance, dict):
             raise ProfileError(f"profile provenance must be a JSON object, got {type(self.provenance).__name__}")
         if self.method == REFORM:
@@ -198,10 +189,35 @@ class HeadProfile(TensorFile):
         return metadata, tensors
 
 
+def check_model(
+    kind: str, base_model: str, base_revision: str | None, model: ModelDimensions, windows: Sequence[int | None] | None
+) -> None:
+    """Check what a file says about the model that was measured.
+
+    Args:
+        kind: what messages call the file.
+        base_model, base_revision, model, windows: as `HeadProfile` has them.
+
+    Raises:
+        ProfileError: one of them is of another type, or contradicts the rest.
+    """
+    if not isinstance(base_model, str) or not base_model or not base_model.isprintable():
+        raise ProfileError(f"a {kind} names the model it was measured on; base_model is {base_model!r}")
+    if base_revision is not None and not (isinstance(base_revision, str) and base_revision.isprintable()):
+        raise ProfileError(f"{kind}: base_revision must be one line, got {base_revision!r}")
+    sizes = asdict(model).values()
+    if any(type(size) is not int or size < 1 for size in sizes) or model.query_heads % model.kv_heads:
+        raise ProfileError(f"a {kind} cannot be of a model with {model}")
+    if windows is not None and not _are_windows(windows, model.layers):
+        raise ProfileError(
+            f"{kind}: windows must be {model.layers} sizes in tokens, or null for full attention, got {list(windows)}"
+        )
+
+
 def _optional_int(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-def _are_windows(windows: tuple[int | None, ...], layers: int) -> bool:
+def _are_windows(windows: Sequence[int | None], layers: int) -> bool:
     """Whether there is one for each layer, a number of tokens, 0 for linear attention, or None."""
     return len(windows) == layers and all(size is None or (type(size) is int and size >= 0) for size in windows)

@@ -6,12 +6,17 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import KVSurgeryError, OutputError, TextError
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of half a character, where no backslash precedes it
+# an escape of valid JSON: both halves of a character, one without the other, or anything else
+ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F]..)|.)")
 
 
 def check_file(path: Path) -> None:
@@ -67,6 +72,22 @@ def reading_text(path: str | Path, label: str = "") -> Generator[None]:
         raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
     except OSError as error:
         raise TextError(f"cannot read {label and label + ' '}{path}: {error.strerror}") from error
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text whose strings are all whole characters, which tokenizers and files need.
+
+    Raises:
+        ValueError: it is not JSON, or a string has half of a character: "\\ud83d" without the half that belongs to it.
+        RecursionError: it is too deep.
+    """
+    value = json.loads(text)
+    if SURROGATE.search(text):
+        for escape in ESCAPE.finditer(text):
+            if half := escape["half"]:
+                message = f"\\{half} is half of a character; write both halves, or leave it out"
+                raise json.JSONDecodeError(message, text, escape.start())
+    return value
 
 
 def write_whole(path: Path, content: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvsurgery.errors import TextError, UnsupportedModel, short
-from kvsurgery.system.files import reading_text
+from kvsurgery.system.files import parse_json, reading_text
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.tokens import first_tokens, special_ids, text_of, token_ids
 
@@ -99,7 +98,7 @@ def read_needles(path: str | Path) -> tuple[Needle, ...]:
 
 def _parse(line: str) -> Needle:
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise TextError(f"not JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -147,5 +147,5 @@ def test_scores_of_sliding_layers_choose_no_full_heads(model):
 @pytest.mark.parametrize("windows", [(None,), (-1,) * LAYERS, ("4096",) * LAYERS, (True,) * LAYERS])
 def test_windows_that_make_no_sense(windows):
     run("import", "headkv", "R.json", "--model", "gemma2", "-o", "p.safetensors")
-    with pytest.raises(ProfileError, match="profile windows must be 6 sizes"):
+    with pytest.raises(ProfileError, match="windows must be 6 sizes"):
         replace(HeadProfile.load("p.safetensors"), windows=windows)

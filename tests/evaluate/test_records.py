@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsurgery.errors import KVSurgeryError, OutputError
 from kvsurgery.evaluate.records import append_lines, check_settings, lines, read_lines, write_settings
+from kvsurgery.evaluate.runner import Evaluation, Options
+from kvsurgery.evaluate.sample import Conversation, Sample
 
 RECORDS = [{"task": "needle", "sample": str(number), "answer": "so und\u2028 so\r\n\x0b — \x85"} for number in range(3)]
 
@@ -30,12 +33,64 @@ def test_no_file_is_no_records(tmp_path):
     assert read_lines(tmp_path / "absent.jsonl") == []
 
 
-@pytest.mark.parametrize("line", ["{not json", "[1]", "\x00"])
+@pytest.mark.parametrize("line", ["{not json", "[1]", "\x00", "[" * 200_000, '{"a": "\\ud83d"}'])
 def test_a_damaged_line_is_named(tmp_path, line):
     path = tmp_path / "answers.jsonl"
     path.write_text(f'{{"task": "a"}}\n{line}\n')
     with pytest.raises(KVSurgeryError, match=r"answers.jsonl, line 2 is damaged"):
         read_lines(path)
+
+
+TOKENS = np.zeros(8, dtype=np.int64)
+SAMPLES = (
+    Sample("needle", "0", TOKENS, "qa_f1", also=("exact_match",)),
+    Sample("text", "0", TOKENS, "perplexity", continuation=4),
+    Sample("talk", "0", TOKENS, None, conversation=Conversation(("a", "b"), (TOKENS,))),
+)
+NEEDLE, TEXT, TALK = (
+    {"task": "needle", "sample": "0", "scores": {"qa_f1": 0.5, "exact_match": 1}},
+    {"task": "text", "sample": "0", "nll": float("inf")},
+    {"task": "talk", "sample": "0", "scores": {}, "turns": ["a", "b"]},
+)
+
+
+def answers(folder, *records):
+    append_lines(folder / "answers-converted.jsonl", records)
+    return Evaluation(folder, SAMPLES, None, Options(), {}, None).answers("converted")
+
+
+def test_answers_are_found_by_their_sample(tmp_path):
+    skipped = {"task": "needle", "sample": "0", "skipped": "out of memory"}
+    assert answers(tmp_path, NEEDLE, TEXT, TALK) == {
+        sample.key: record for sample, record in zip(SAMPLES, (NEEDLE, TEXT, TALK), strict=True)
+    }
+    assert answers(tmp_path, skipped)["needle", "0"] == skipped
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({}, r'"task" and "sample" are those of no sample: \(None, None\)'),
+        ({"task": 1}, "are those of no sample"),
+        ({"task": ["x"], "sample": "0"}, "are those of no sample"),
+        ({**NEEDLE, "sample": "1"}, r"are those of no sample: \('needle', '1'\)"),
+        ({"task": "needle", "sample": "0"}, '"scores" is missing'),
+        ({**NEEDLE, "scores": [0.5, 1]}, '"scores" is missing, or of another type'),
+        ({**NEEDLE, "scores": {"qa_f1": 0.5}}, '"scores" is missing'),
+        ({**NEEDLE, "scores": {"qa_f1": 0.5, "exact_match": "1"}}, '"scores" is missing'),
+        ({**NEEDLE, "scores": {"qa_f1": 0.5, "exact_match": 10**400}}, '"scores" is missing'),
+        ({**NEEDLE, "skipped": ""}, '"skipped" is missing'),
+        ({**NEEDLE, "skipped": ["x"]}, '"skipped" is missing'),
+        ({**TEXT, "nll": None}, '"nll" is missing'),
+        ({**NEEDLE, "task": "text"}, '"nll" is missing'),
+        ({**TALK, "turns": 3}, '"turns" is missing'),
+    ],
+)
+def test_a_record_that_is_no_answer_is_named(tmp_path, record, words):
+    with pytest.raises(
+        KVSurgeryError, match=f"answers-converted.jsonl, line 2 is damaged: .*{words}.*; remove the file"
+    ):
+        answers(tmp_path, NEEDLE, record)
 
 
 SETTINGS = {"tasks": {"needle": {"lengths": [8]}}, "options": {"seed": 0}, "versions": {"torch": "2"}, "samples": "ab"}

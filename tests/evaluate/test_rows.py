@@ -59,6 +59,9 @@ def test_lines_are_read_as_they_are_taken(tmp_path):
         ("{", "not JSON: "),
         ("[" * 200_000, "not JSON: "),
         ("9" * 5000, "not JSON: "),
+        ({**ROW, "text": "Where \ud83d?"}, r"not JSON: \\ud83d is half of a character; write both halves, or leave it"),
+        ({**ROW, "answers": ["here", "\ude00\ud83d"]}, r"not JSON: \\ude00 is half of a character"),
+        ({**ROW, "more": {"\\\ud83d": 1}}, r"not JSON: \\ud83d is half of a character"),
         ("[1]", "not a JSON object with the fields text, number, answers"),
         *[
             ({key: ROW[key] for key in FIELDS if key != left}, f'"{left}" is missing; the fields are text, number, ')
@@ -78,7 +81,7 @@ def test_a_bad_row_is_named(tmp_path, line, message):
         read(path)
     assert "\n" not in str(raised.value)
     assert in_flags(str(raised.value)) == str(raised.value)  # a column is not an option
-    if isinstance(line, dict):
+    if isinstance(line, dict) and "not JSON" not in message:
         path = write(tmp_path, json.dumps([ROW, line]), name="rows.json")
         with pytest.raises(TextError, match=f"rows.json, row 2: {message}"):
             read(path)
@@ -108,6 +111,18 @@ def test_one_piece_of_json(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "LARGEST_FILE", 5)
     with pytest.raises(TextError, match=r"is over .* MiB; give JSON lines, or fewer of them"):
         read_json(write(tmp_path, '{"data": [1]}'))
+
+
+def test_a_whole_character_may_be_escaped(tmp_path):
+    row = {**ROW, "text": "\U0001f600 \\ud83d \\\U0001f600", "answers": ["\uffff", "\U0010ffff\U00010000"]}
+    assert read(write(tmp_path, row)) == read(write(tmp_path, [row], name="rows.json")) == [row]
+
+
+def test_half_of_a_character_has_a_place_in_its_file(tmp_path):
+    with pytest.raises(
+        TextError, match=r"rows.jsonl is not JSON: \\uD83D is half of a character; .*: line 2 column 7 "
+    ):
+        read_json(write(tmp_path, '{"data":', '["one \\uD83D\\ud83d\\ude00"]}'))
 
 
 def test_a_folder_has_files_by_name(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import re
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
+from kvsurgery.profile.tensor_file import to_bytes
 from tests.helpers.losses import MODEL, losses
 
 
@@ -86,6 +89,35 @@ def test_losses_of_streaming_heads_are_scaled_to_what_several_lose() -> None:
 def test_contradictions(changes: dict, words: str) -> None:
     with pytest.raises(ProfileError, match=words):
         replace(losses(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"base_model": None}, "names the model it was measured on; base_model is None"),
+        ({"base_model": ["org/model"]}, "names the model it was measured on"),
+        ({"base_model": ""}, "names the model it was measured on"),
+        ({"base_model": "a\nb"}, "names the model it was measured on"),
+        ({"base_revision": 3}, "base_revision must be one line, got 3"),
+        ({"base_revision": "a\nb"}, "base_revision must be one line"),
+        ({"model": {**asdict(MODEL), "layers": "2"}}, "cannot be of a model with 2 layers"),
+        ({"model": {**asdict(MODEL), "layers": 2.0}}, "cannot be of a model with 2.0 layers"),
+        ({"model": {**asdict(MODEL), "head_dim": None}}, "cannot be of a model with"),
+        ({"model": {**asdict(MODEL), "query_heads": 7}}, "cannot be of a model with 2 layers, 7 query heads"),
+        ({"windows": [None]}, r"windows must be 2 sizes in tokens, or null for full attention, got \[None\]"),
+        ({"windows": [None, "64"]}, "windows must be 2 sizes"),
+        ({"windows": {"0": 1, "1": 2}}, "windows must be 2 sizes"),
+        ({"windows": 64}, "bad metadata"),
+        ({"model": [2, 6, 3, 16]}, "bad metadata"),
+    ],
+)
+def test_a_file_of_what_is_no_model(tmp_path, changes: dict, words: str) -> None:
+    metadata, heads = losses().content()
+    path = tmp_path / "losses"
+    path.write_bytes(to_bytes({**metadata, "content": json.dumps(json.loads(metadata["content"]) | changes)}, heads))
+    with pytest.raises(ProfileError, match=f"^{re.escape(str(path))}.*{words}") as raised:
+        CacheLosses.load(path)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])

@@ -189,5 +189,13 @@ class TestCommand:
         done("report", "swept", "--out", "page")
         assert "Settings of swept" in (tmp_path / "page" / "index.html").read_text()
 
+    def test_a_sweep_whose_setting_lacks_a_task(self, tmp_path):
+        points = builders.sweep().points
+        incomplete_point = replace(points[0], tasks=points[0].tasks[:1])
+        folder = saved(tmp_path / "swept", builders.sweep(points=(incomplete_point, *points[1:])))
+        line = refused("report", folder, "--out", tmp_path / "page")
+        assert f"the results in {folder} cannot be shown" in line
+        assert "the setting budget 64, 16 bits has no string_match_all of needle" in line
+
     def test_a_folder_without_results(self, tmp_path):
         assert "neither results.json nor bench.json" in refused("report", tmp_path, tmp_path)

@@ -59,6 +59,7 @@ class TestFile:
         [
             ("{", "not JSON: "),
             ("[" * 200_000, "not JSON: "),
+            (json.dumps({**FIELDS, "answer": "blue \ud83d"}), r"not JSON: \\ud83d is half of a character"),
             ("[1]", "not a JSON object with the keys answer, needle, real_needle, question"),
             *[({key: FIELDS[key] for key in KEYS if key != left}, f'"{left}" is missing') for left in KEYS],
             *[({**FIELDS, key: " \n"}, f'"{key}" is empty') for key in KEYS],
