@@ -414,10 +414,12 @@ def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
         return next(each.shared for each in compare(profiles[one], profiles[other]).overlaps if each.sparsity == 0.5)
 
     assert f"in place of 384 to 768, change {45 - shared('longer', 'minutes')} of the 45 heads." in said
-    assert f"then share {shared('longer', 'er')} heads in place of {shared('minutes', 'er')}." in said
+    assert f"The gates of longer prompts share {shared('longer', 'er')} heads with ER, " in said
+    assert shared("minutes", "er") == shared("seed-1", "er")
+    assert f"`minutes` and `seed-1` share {shared('minutes', 'er')}." in said
     agreed = {name: compare(profiles["lm"], profiles[name]).spearman for name in profiles if name != "lm"}
     lowest, second, *_, highest = sorted(agreed, key=lambda name: agreed[name])
     assert (lowest, second, highest) == ("r", "attention", "losses")
     assert f"are 0 for {np.count_nonzero(profiles['r'].scores == 0)} of the 270 query heads" in said
-    assert f"Of ER's 100 needles the model answered {profiles['er'].provenance['successes']}, and of R's " in text
-    assert f"and of R's {profiles['r'].provenance['successes']};" in text
+    right = [profiles[name].provenance["successes"] for name in ("er", "r")]
+    assert f"The model answered {right[0]} of the 100 needles of ER and {right[1]} of those of R;" in said
