@@ -66,9 +66,12 @@ def test_the_documented_losses_of_calibrated_rotations() -> None:
     assert len(found["windows"]) == calibrated_rotations.WINDOWS
     kl = dict(calibrated_rotations.rows(found))
     page = " ".join((ROOT / "docs" / "quantized-caches.md").read_text().split())
-    kivi = f"from {kl['kivi, Hadamard']} to {kl['kivi, calibrated']} with kivi"
-    assert f"{kivi} ({kl['kivi, values calibrated']} if only values are calibrated)" in page
-    assert f"from {kl['per-token, Hadamard']} to {kl['per-token, calibrated']} with per-token scales" in page
+    kivi, per_token = (
+        [kl.get(f"{scheme}, {how}", "") for how in ("Hadamard", "values calibrated", "calibrated")]
+        for scheme in ("kivi", "per-token")
+    )
+    assert f"| `kivi` | {' | '.join(kivi)} |" in page
+    assert f"| `per-token` | {per_token[0]} | | {per_token[2]} |" in page
 
 
 @pytest.mark.parametrize("name", ["cache-quality", "cache-quality-gemma3"])
