@@ -35,8 +35,9 @@ def write_judged(
             ]
             path = folder / f"{task.replace('/', '-')}-{model}.jsonl"
             write_whole(path, lines(rows))
-            reasons = Counter(str(records[sample.key].get("skipped")) for sample in task_samples)
-            left_out = "; ".join(f"{count} left out: {reason}" for reason, count in reasons.items() if reason != "None")
+            task_records = [records[sample.key] for sample in task_samples]
+            reasons = Counter(record["skipped"] for record in task_records if "skipped" in record)
+            left_out = "; ".join(f"{count} left out: {reason}" for reason, count in reasons.items())
             note(
                 f"{task} has no score: answers of the {model} model for a judge are in {path}"
                 + (f" ({left_out})" if left_out else "")
