@@ -92,7 +92,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give a checkpoint folder or a Hub id")
+        raise CheckpointError(
+            f"{folder} is not a folder; give a checkpoint folder, and download a model on the Hub first"
+        )
     if not (folder / CONFIG).exists():
         check_finished(folder)
     return _json_object(folder / CONFIG)[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.running import revision_option
+from kvsurgery.cli.running import check_revision, revision_option
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.inspection import Facts, Surgery
@@ -30,6 +30,7 @@ def inspect(source: str, revision: str | None, as_json: bool) -> None:
     """
     from kvsurgery.conversion.inspection import inspect
 
+    check_revision(source, revision)
     facts = inspect(source, revision)
     if as_json:
         click.echo(json.dumps(facts.to_json(), indent=2))

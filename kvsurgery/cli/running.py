@@ -39,6 +39,16 @@ seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show
 revision_option = click.option("--revision", help="Branch, tag or commit on the Hub.")
 
 
+def check_revision(source: str, revision: str | None) -> None:
+    """Refuse the revision of a folder, which would make no difference.
+
+    Raises:
+        UsageError: a revision is given with a folder.
+    """
+    if revision is not None and checkpoint_folder(source) is not None:
+        raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
+
+
 def typed_command() -> str:
     """The command as it was typed, for results that name it."""
     return shlex.join(["kvsurgery", *sys.argv[1:]])

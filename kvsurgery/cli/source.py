@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
+from kvsurgery.cli.running import check_revision
 from kvsurgery.recipe import Recipe
 from kvsurgery.system.repo_id import checkpoint_folder
 
@@ -24,8 +23,7 @@ def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Requ
     from kvsurgery.conversion.request import Request
 
     request = Request.of(source, revision, recipe)
-    if revision is not None and request.folder is not None:
-        raise click.UsageError(f"--revision goes with a Hub id, and {request.place} is a folder")
+    check_revision(request.place, revision)
     return request
 
 

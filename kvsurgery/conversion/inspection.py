@@ -14,7 +14,6 @@ from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.conversion.plan import heads_by_layer, plan_moves
-from kvsurgery.conversion.request import no_such_folder
 from kvsurgery.conversion.resemblance import resemblance
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import both_rope_spellings
@@ -144,7 +143,7 @@ def inspect(source: str | Path, revision: str | None = None) -> Facts:
         return inspect_checkpoint(folder, name)
     from kvsurgery import hub
 
-    with no_such_folder(name), hub.headers(name, revision) as remote:
+    with hub.headers(name, revision) as remote:
         return inspect_checkpoint(remote.folder, name, remote.commit)
 
 

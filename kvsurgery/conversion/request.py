@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ class Request:
         profile: decides the heads; None: every head stays full.
         reform: has the embedding heads by which long prompts are read.
         budgets: has the scores that budgets follow; None: those of the profile.
+        from_profile: whether the place is the model that the profile names, as no source was given.
     """
 
     place: str
@@ -38,6 +39,7 @@ class Request:
     profile: HeadProfile | None
     reform: HeadProfile | None
     budgets: HeadProfile | None = None
+    from_profile: bool = False
 
     @classmethod
     def of(
@@ -67,11 +69,12 @@ class Request:
         measured_profile = profile or reform
         if measured_profile is None and recipe.kv_bits is None:
             raise ProfileError("no head profile is given; without one, `kv_bits` quantizes the cache of every head")
-        if source is None:
+        from_profile = source is None
+        if from_profile:
             if measured_profile is None:
                 raise CheckpointError("no checkpoint is named, and no head profile to say which")
             source, revision = measured_profile.base_model, revision or measured_profile.base_revision
-        return cls(str(source), revision, recipe, profile, reform, budgets)
+        return cls(str(source), revision, recipe, profile, reform, budgets, from_profile)
 
     @property
     def folder(self) -> Path | None:
@@ -80,7 +83,22 @@ class Request:
         Raises:
             CheckpointError: it is neither.
         """
-        return checkpoint_folder(self.place)
+        with self._origin_of_place():
+            return checkpoint_folder(self.place)
+
+    @contextmanager
+    def _origin_of_place(self) -> Generator[None]:
+        """Where the place cannot be read inside, and no source was given, the error says where the place comes from.
+
+        Raises:
+            CheckpointError, HubError: as raised inside.
+        """
+        try:
+            yield
+        except (CheckpointError, HubError) as error:
+            if not self.from_profile:
+                raise
+            raise type(error)(f"{error}; SRC was left out, so it is the model that the profile names") from error
 
     def plan(self, folder: Path, commit: str | None = None) -> PreparedConversion:
         """The conversion of the folder that the place is, or that a Hub id was fetched to."""
@@ -108,7 +126,7 @@ class Request:
             return self.plan(self.folder)
         from kvsurgery import hub
 
-        with no_such_folder(self.place):
+        with self._origin_of_place():
             if out is None:
                 with hub.headers(self.place, self.revision) as remote:
                     return self.plan(remote.folder, remote.commit)
@@ -128,7 +146,7 @@ class Request:
             return self.folder, {}
         from kvsurgery import hub
 
-        with no_such_folder(self.place):
+        with self._origin_of_place():
             folder, commit = hub.fetch_checkpoint(self.place, self.revision, check)
         return folder, {"name": self.place, "revision": commit}
 
@@ -137,25 +155,12 @@ class Request:
         """Plan the conversion of a Hub id whose weights are fetched while they are converted, inside the block."""
         from kvsurgery import hub
 
-        with ExitStack() as stack:
-            with no_such_folder(self.place):
-                streamed_checkpoint = stack.enter_context(hub.stream_checkpoint(self.place, self.revision, self.plan))
-                prepared = self.plan(streamed_checkpoint.folder, streamed_checkpoint.commit)
+        with (
+            self._origin_of_place(),
+            hub.stream_checkpoint(self.place, self.revision, self.plan) as streamed_checkpoint,
+        ):
+            prepared = self.plan(streamed_checkpoint.folder, streamed_checkpoint.commit)
             yield replace(prepared, checkpoint=streamed_checkpoint.fill(prepared.checkpoint)), streamed_checkpoint
-
-
-@contextmanager
-def no_such_folder(place: str) -> Generator[None]:
-    """Where the Hub fails inside, its error also says that no such folder is here: a mistyped path looks like a Hub id.
-
-    Raises:
-        HubError: as raised inside.
-    """
-    try:
-        yield
-    except HubError as error:
-        hint = f" (no folder {place} is here)" if Path(place).parent.is_dir() else ""
-        raise HubError(f"{error}{hint}") from error
 
 
 def _split_by_kind(profiles: Iterable[HeadProfile]) -> tuple[HeadProfile | None, HeadProfile | None]:

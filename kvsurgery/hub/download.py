@@ -18,7 +18,7 @@ from kvsurgery.checkpoint.headers import MAX_HEADER_BYTES
 from kvsurgery.checkpoint.side_files import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS, matches
 from kvsurgery.checkpoint.source import CONFIG, INDEX, SINGLE
 from kvsurgery.errors import HubError, KVSurgeryError
-from kvsurgery.hub.errors import explained
+from kvsurgery.hub.errors import explained, no_such_folder
 from kvsurgery.hub.ranges import RemoteFile
 
 # files that decide what conversion makes of a checkpoint
@@ -58,7 +58,7 @@ def fetch_config(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
     Raises:
         HubError: it cannot be had; the line says why and what to do.
     """
-    with explained(repo_id, revision):
+    with no_such_folder(repo_id), explained(repo_id, revision):
         if not constants.HF_HUB_OFFLINE:
             HfApi().model_info(repo_id, revision=revision)  # fails at once, where a download retries for 23 s
         folder = Path(hf_hub_download(repo_id, CONFIG, revision=revision)).parent
@@ -75,7 +75,7 @@ def headers(repo_id: str, revision: str | None = None) -> Generator[RemoteCheckp
         HubError: it cannot be had; the line says why and what to do.
     """
     if constants.HF_HUB_OFFLINE:
-        with explained(repo_id, revision):
+        with no_such_folder(repo_id), explained(repo_id, revision):
             # without the patterns, a snapshot that `fetch_checkpoint` made counts as incomplete
             ignore_patterns = [*LEFT_OUT, *(f"{name}/*" for name in LEFT_OUT_FOLDERS)]
             snapshot = snapshot_download(

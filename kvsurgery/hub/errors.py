@@ -35,6 +35,19 @@ def explained(repo_id: str, revision: str | None = None, name: str = CONFIG) -> 
         raise HubError(_explain(error, repo_id, revision, name)) from error
 
 
+@contextmanager
+def no_such_folder(repo_id: str) -> Generator[None]:
+    """Where the Hub fails inside, its error also says that no such folder is here: a mistyped path looks like a Hub id.
+
+    Raises:
+        HubError: as raised inside.
+    """
+    try:
+        yield
+    except HubError as error:
+        raise HubError(f"{error} (no folder {repo_id} is here)") from error
+
+
 def _explain(error: BaseException, repo_id: str, revision: str | None, name: str) -> str:
     url = f"{constants.ENDPOINT}/{repo_id}"
     chain = [error]

@@ -30,6 +30,8 @@ def checkpoint_folder(source: str | Path) -> Path | None:
     Raises:
         CheckpointError: it is neither.
     """
+    if source == "":  # which `Path` takes for the working directory
+        raise CheckpointError("the name of the checkpoint is empty; give a folder or a Hub id")
     folder = Path(source)
     if folder.is_dir():
         return folder

@@ -80,7 +80,7 @@ def test_lengths_where_nothing_is_said() -> None:
 def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
     here = set(Path().iterdir())
     assert "is not a converted checkpoint; give a folder" in refused("bench", converted.source)
-    assert "is not a folder" in refused("bench", "nowhere")
+    assert "is not a folder; give a checkpoint folder, and download a model on the Hub" in refused("bench", "org/duo")
     line = refused("bench", converted.folder, *QUICK, "--lengths", "24,510")
     assert "510 and 6 new tokens are beyond the 512 positions" in line
     line = refused("bench", converted.folder, "--new-tokens", 600)

@@ -317,6 +317,12 @@ class TestMeasuredCaches:
         assert "--kv-measured" in said.err
         assert done("profile", "show", folder / "losses").out.splitlines() == said.out.splitlines()[1:]
 
+    def test_a_folder_has_no_revision(self, folder):
+        options = ["--method", "headkv-r", "--needles", "none", "--revision", "main", "-o", "r"]
+        refused = run("profile", "compute", folder, *options)
+        assert refused.code == 2
+        assert "--revision goes with a Hub id" in refused.err
+
     def test_a_text_is_needed(self, folder):
         refused = run("profile", "compute", folder, "--method", "kv-bits", "-o", "losses")
         assert refused.code == 2

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from kvsurgery.conversion import engine
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.helpers.command import CONVERT, HEAVY, PROFILE, done, refused, run
+from tests.helpers.command import CONVERT, HEAVY, PROFILE, done, nothing_happens, refused, run, save_profile
 from tests.helpers.families import largest, make, tokens
 from tests.helpers.shards import LLAMA, tree
 from tests.helpers.surgery import random_profile
@@ -96,6 +96,13 @@ class TestTheWholePath:
         done("convert", "--profile", PROFILE, "--out", "implied")
         done("convert", "llama", "--profile", PROFILE, "--out", "named")
         assert tree(here / "implied") == tree(here / "named")
+
+    def test_a_model_of_the_profile_that_is_not_here(self, here: Path) -> None:
+        save_profile(base_model="./elsewhere/llama")
+        words = (
+            "elsewhere/llama is neither a folder nor a Hub id; SRC was left out, so it is the model that the profile"
+        )
+        nothing_happens(here, words, "convert", "--profile", PROFILE, "--out", "out")
 
     def test_paths_are_taken_as_they_are(self, here: Path) -> None:
         Path("llama").rename("my [bold] model α")

@@ -216,8 +216,16 @@ def test_a_name_that_is_neither_folder_nor_repository(tmp_path):
     assert hub.requests == []
 
 
-def test_a_mistyped_folder(tmp_path):
+@pytest.mark.parametrize("command", [["inspect"], ["profile", "suggest"]], ids=" ".join)
+@pytest.mark.parametrize("name", ["lama-duo", "modles/llama"])
+def test_a_mistyped_folder(tmp_path, command, name):
     with serve() as hub:
-        result = hub.run(tmp_path, "inspect", "lama-duo")
+        result = hub.run(tmp_path, *command, name)
     assert result.returncode == 1
-    assert "(no folder lama-duo is here)" in result.stderr
+    assert f"(no folder {name} is here)" in result.stderr
+
+
+def test_a_folder_has_no_revision(checkpoint):
+    result = CliRunner().invoke(cli, ["inspect", str(checkpoint("llama")), "--revision", "main"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--revision goes with a Hub id" in result.stderr

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.helpers.command import done, refused
+from tests.helpers.command import done, refused, run
 from tests.helpers.hub_server import serve
 from tests.helpers.shards import llama_checkpoint
 
@@ -51,6 +51,7 @@ def test_one_line_of_trouble(tmp_path, monkeypatch):
     assert "./nowhere is neither a folder nor a Hub id" in refused("profile", "suggest", "./nowhere")
     (tmp_path / "empty").mkdir()
     assert "cannot read empty/config.json" in refused("profile", "suggest", "empty")
+    assert "--revision goes with a Hub id" in run("profile", "suggest", "empty", "--revision", "main").err
 
 
 def test_a_hub_id_by_its_headers_and_card(tmp_path):

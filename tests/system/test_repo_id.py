@@ -65,6 +65,8 @@ def test_a_checkpoint_is_a_folder_or_a_hub_id(tmp_path, monkeypatch):
     assert checkpoint_folder("owner/model") == Path("owner/model")  # a folder comes first
     assert checkpoint_folder("owner/other") is None
     assert checkpoint_folder("model") is None
+    with pytest.raises(CheckpointError, match="name of the checkpoint is empty"):
+        checkpoint_folder("")
     for source, reason in {
         "file": "is a file; give the folder of the checkpoint",
         "./model": "is neither a folder nor a Hub id",

@@ -10,6 +10,7 @@ import click
 from kvsurgery.cli.options import MEASUREMENT, Grouped, in_group
 from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.cli.running import (
+    check_revision,
     chosen_dtype,
     device_option,
     dtype_option,
@@ -92,6 +93,7 @@ def compute(
     from kvsurgery.system.processes import started_processes
 
     quiet_transformers()
+    check_revision(source, revision)
     configured_method.check_output(out)
     configured_method.check()
     with started_processes(device) as processes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvsurgery.cli.running import revision_option
+from kvsurgery.cli.running import check_revision, revision_option
 
 if TYPE_CHECKING:
     from kvsurgery.measure.cost import Cost
@@ -66,6 +66,7 @@ def _folder(source: str, revision: str | None) -> Generator[Path]:
 
     folder = local_folder(source)
     if folder is not None:
+        check_revision(str(folder), revision)
         yield folder
     else:
         from kvsurgery import hub
