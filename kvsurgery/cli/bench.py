@@ -95,12 +95,12 @@ def bench(
     from kvsurgery.errors import Interrupted
     from kvsurgery.evaluate.checkpoint import check_original
     from kvsurgery.report import write_report
-    from kvsurgery.system.files import check_folder
+    from kvsurgery.report.folder import check_output
     from kvsurgery.system.processes import is_first
 
     quiet_transformers()
     if out is not None:
-        check_folder(out)
+        check_output(out)
     original = None if source is None else source_folder(source, folder)
     if original is not None:
         check_original(original, folder)

@@ -61,11 +61,11 @@ def evaluate(
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.report import write_report
-    from kvsurgery.system.files import check_folder
+    from kvsurgery.report.folder import check_output
     from kvsurgery.system.processes import is_first
 
     quiet_transformers()
-    check_folder(out)
+    check_output(out)
     tasks = tasks_of(ctx)
     if is_converted(folder):
         models = {CONVERTED: folder}

@@ -36,14 +36,17 @@ def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     from kvsurgery.display import console
     from kvsurgery.report import write_comparison, write_report
     from kvsurgery.report.comparison import is_sweep
+    from kvsurgery.report.writing import PAGE
 
     if len(folders) == 1 and not is_sweep(folders[0]):
         if ctx.get_parameter_source("out") is ParameterSource.COMMANDLINE:
             raise click.UsageError("--out is for a comparison; the page of a single DIR is written there, leave it out")
         page, notices = write_report(folders[0]), ()
+        verb = "wrote"
     else:
+        verb = "replaced" if (out / PAGE).exists() else "wrote"
         page, comparison = write_comparison(folders, out)
         notices = comparison.notices
     for notice in notices:
         console.stderr.print(notice)
-    console.stderr.print(f"wrote {page}")
+    console.stderr.print(f"{verb} {page}")

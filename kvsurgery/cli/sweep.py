@@ -61,15 +61,15 @@ def sweep(
     from kvsurgery.cli.source import request_of
     from kvsurgery.display import console
     from kvsurgery.evaluate.sweep import Grid, sweep
+    from kvsurgery.report.folder import check_output
     from kvsurgery.report.sweep_charts import quality
-    from kvsurgery.system.files import check_folder
     from kvsurgery.system.processes import is_first
 
     axes = {name: values for name in AXES if (values := options[name]) is not None}
     if not axes:
         flags = ", ".join(map(flag, AXES))
         raise click.UsageError(f"there is nothing to vary: give values of any of {flags}, such as --sparsity 0.25,0.5")
-    check_folder(out)
+    check_output(out)
     request = request_of(source, revision, _recipe(axes, options))
     if request.reform is not None:
         raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")

@@ -10,14 +10,14 @@ from kvsurgery.errors import OutputError
 from kvsurgery.evaluate.results import CONVERTED, Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
 from kvsurgery.report.charts import Chart
-from kvsurgery.report.comparison import Comparison, compare, is_sweep
+from kvsurgery.report.comparison import Comparison, compare
 from kvsurgery.report.comparison_tables import checkpoint_rows, sweep_columns, sweep_rows
 from kvsurgery.report.findings import titles
+from kvsurgery.report.folder import check_output, has_page
 from kvsurgery.report.quality_charts import BARS, Line, Place, Quality, quality_panel
 from kvsurgery.report.rendering import render
 from kvsurgery.report.sweep_charts import FRONT, axis_of, lines_of
 from kvsurgery.report.writing import PAGE, save_page, showable
-from kvsurgery.system.files import check_folder
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> tuple[Path, Comparison]:
@@ -30,10 +30,9 @@ def write_comparison(folders: Sequence[Path], out: Path) -> tuple[Path, Comparis
         KVSurgeryError: as `compare`; or a folder's results are not what this version writes.
         OutputError: a file cannot be written.
     """
-    check_folder(out)
-    for folder in folders:
-        if folder.resolve() == out.resolve() and not is_sweep(folder):
-            raise OutputError(f"cannot write to {out}: it has a page of its own results; give another folder")
+    check_output(out)
+    if has_page(out):
+        raise OutputError(f"cannot write to {out}: it has a page of its own results; give another folder")
     with showable(*folders):
         comparison = compare(folders)
         chart = quality_chart(comparison)

@@ -8,9 +8,16 @@ from typing import Any
 
 from kvsurgery.bench import results as benchmark
 from kvsurgery.bench.results import Bench
-from kvsurgery.errors import KVSurgeryError
+from kvsurgery.checkpoint.source import CONFIG
+from kvsurgery.errors import KVSurgeryError, OutputError
 from kvsurgery.evaluate import results as evaluation
 from kvsurgery.evaluate.results import Results
+from kvsurgery.system.files import check_folder
+
+
+def has_page(folder: Path) -> bool:
+    """Whether a folder holds results whose page belongs there."""
+    return any((folder / name).exists() for name in (evaluation.FILE, benchmark.FILE))
 
 
 def read(folder: Path) -> tuple[Results | None, Bench | None]:
@@ -21,6 +28,11 @@ def read(folder: Path) -> tuple[Results | None, Bench | None]:
     """
     results = Results.load(folder) if (folder / evaluation.FILE).exists() else None
     bench = Bench.load(folder) if (folder / benchmark.FILE).exists() else None
+    if results is None and bench is None and (folder / CONFIG).exists():
+        raise KVSurgeryError(
+            f"{folder} is a checkpoint; run `kvsurgery eval {folder} --out report` or `kvsurgery bench {folder} --out "
+            "report`, and give the folder report"
+        )
     if results is None and bench is None:
         raise KVSurgeryError(
             f"{folder} has neither {evaluation.FILE} nor {benchmark.FILE}: run `kvsurgery eval DIR --out {folder}` or "
@@ -31,6 +43,17 @@ def read(folder: Path) -> tuple[Results | None, Bench | None]:
             f"{evaluation.FILE} and {benchmark.FILE} in {folder} are of two checkpoints; give each its own folder"
         )
     return results, bench
+
+
+def check_output(folder: Path) -> None:
+    """Check that results can be written to a folder, and that it is no checkpoint, of which they would become a part.
+
+    Raises:
+        OutputError: they cannot, or it is.
+    """
+    check_folder(folder)
+    if (folder / CONFIG).exists():
+        raise OutputError(f"{folder} is a checkpoint; give results a folder of their own with --out")
 
 
 def checkpoint_of(results: Results | None, bench: Bench | None) -> Mapping[str, Any]:

@@ -165,6 +165,7 @@ class TestCommand:
             saved(tmp_path / name, needles(name, 0.9, 0.5))
         said = done("report", "a", "b")
         assert said.err.strip() == "wrote comparison/index.html"
+        assert done("report", "a", "b").err.strip() == "replaced comparison/index.html"
         assert {path.name for path in (tmp_path / "comparison").iterdir()} == {"index.html", "quality.png"}
 
     def test_one_folder_is_written_again_where_it_is(self, tmp_path, monkeypatch):
@@ -182,6 +183,9 @@ class TestCommand:
         for name in ("a", "b"):
             saved(tmp_path / name, needles(name, 0.9, 0.5))
         assert "a: it has a page of its own results" in refused("report", "a", "b", "--out", "a")
+        saved(tmp_path / "c", needles("c", 0.9, 0.5))
+        assert "c: it has a page of its own results" in refused("report", "a", "b", "--out", "c")
+        assert not (tmp_path / "c/index.html").exists()
 
     def test_one_sweep(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -199,3 +203,13 @@ class TestCommand:
 
     def test_a_folder_without_results(self, tmp_path):
         assert "neither results.json nor bench.json" in refused("report", tmp_path, tmp_path)
+
+    def test_a_checkpoint_is_no_folder_for_results(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        saved(tmp_path / "a", needles("a", 0.9, 0.5))
+        (tmp_path / "duo").mkdir()
+        (tmp_path / "duo/config.json").write_text("{}")
+        assert "duo is a checkpoint; run `kvsurgery eval duo --out report`" in refused("report", "duo")
+        for command in (("report", "a", "a"), ("eval", "duo"), ("bench", "duo"), ("sweep", "duo", "--kv-bits", 4)):
+            assert "duo is a checkpoint; give results a folder of their own" in refused(*command, "--out", "duo")
+        assert [path.name for path in (tmp_path / "duo").iterdir()] == ["config.json"]
