@@ -20,7 +20,7 @@ from kvsurgery.cli.recipe_options import (
     save_recipe_option,
     write_recipe,
 )
-from kvsurgery.cli.running import chosen_dtype, quiet_transformers, revision_option
+from kvsurgery.cli.running import chosen_dtype, quiet_transformers, revision_option, typed_command
 from kvsurgery.recipe import OF_REST
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _convert(
         with console.byte_progress("converting", prepared.checkpoint.size) as advance:
             report = convert(prepared.checkpoint, prepared.plan, out, prepared.files, jobs=jobs, progress=advance)
     except KeyboardInterrupt:
-        raise Interrupted from None
+        raise Interrupted(f"continue with: {typed_command()}") from None
     return {
         "out": str(out),
         "bytes": report.size,

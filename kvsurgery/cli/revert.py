@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from kvsurgery.cli.running import typed_command
+
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
@@ -37,7 +39,7 @@ def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
         with console.byte_progress("reverting", weight_bytes(folder)) as advance:
             report = revert(folder, out, jobs=jobs or JOBS, progress=advance)
     except KeyboardInterrupt:
-        raise Interrupted from None
+        raise Interrupted(f"continue with: {typed_command()}") from None
     if as_json:
         facts = {**vars(report), "out": str(report.out)}
         click.echo(json.dumps(facts, indent=2))

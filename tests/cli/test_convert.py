@@ -264,7 +264,7 @@ class TestAgain:
             patch.setattr(engine, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             interrupted = run(*options)
         assert interrupted.code == 130
-        assert interrupted.err.endswith("kvsurgery: interrupted; the same command goes on from here\n")
+        assert interrupted.err.endswith(f"kvsurgery: interrupted; continue with: kvsurgery {' '.join(options)}\n")
         assert not list(here.rglob("*.part"))
         done(*options)
         whole = {"convert": "duo", "revert": "llama"}[command]
