@@ -93,17 +93,18 @@ def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], No
 
 
 def check_source_files(converted: Converted, source: Checkpoint) -> None:
-    """Check that the side files and headers of `source` are those of the checkpoint that was converted.
+    """Check that the headers and side files of `source` are those of the checkpoint that was converted.
 
     Raises:
-        Mismatch: the first file that is not.
+        Mismatch: the first file that is not; those that tell models apart come first.
     """
     provenance = converted.provenance
-    originals = {name: blake3(content).hexdigest() for name, content in provenance.originals.items()}
-    for name, digest in [*provenance.copied.items(), *originals.items()]:
-        check_file(source.folder, name, digest, "is not what was converted")
+    fault = f"is not what was converted; {converted.folder} was converted from {provenance.source}"
     if changed_files := changed_headers(source.shards, provenance.headers):
-        raise Mismatch(f"{source.folder / changed_files[0]} is not what was converted")
+        raise Mismatch(f"{source.folder / changed_files[0]} {fault}")
+    originals = {name: blake3(content).hexdigest() for name, content in provenance.originals.items()}
+    for name, digest in [*originals.items(), *provenance.copied.items()]:
+        check_file(source.folder, name, digest, fault)
 
 
 def check_source_tensors(

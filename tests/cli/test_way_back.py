@@ -61,7 +61,8 @@ class TestWayBack:
 
     def test_another_original(self, duo: Path, here: Path) -> None:
         llama_checkpoint(here / "other", shards=2)
-        words = "other/model.*is not what was converted"
+        (here / "other/tokenizer.json").write_text("{}")
+        words = "other/model.*is not what was converted; duo was converted from llama"
         nothing_happens(here, words, "verify", "duo", "--source", "other", code=3)
         nothing_happens(
             here, "nowhere/at/all is neither a folder nor a Hub id", "verify", "duo", "--source", "nowhere/at/all"
