@@ -315,7 +315,9 @@ class TestMeasuredCaches:
         assert said.out.count(" best ") == 3
         assert "4 heads streaming" in said.out
         assert "--kv-measured" in said.err
-        assert done("profile", "show", folder / "losses").out.splitlines() == said.out.splitlines()[1:]
+        shown = done("profile", "show", folder / "losses", "--plot", folder / "losses.png")
+        assert shown.out.splitlines() == said.out.splitlines()[1:]
+        assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
 
     def test_a_folder_has_no_revision(self, folder):
         options = ["--method", "headkv-r", "--needles", "none", "--revision", "main", "-o", "r"]

@@ -31,7 +31,8 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
 
     Beside each layer stands the number of KV heads that `convert` would keep full at three sparsities. Layers with a
     sliding window of their own have none. A reform profile has no scores: the output lists its embedding heads and the
-    best heads of each task. Measured cache losses are shown as a table.
+    best heads of each task. Measured cache losses are shown as a table, and --plot draws what each head loses where it
+    streams.
 
     \b
     kvsurgery profile show duo.safetensors --plot heads.png
@@ -47,13 +48,14 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
     if plot is not None:
         check_picture(plot)
     file = load(path)
-    if isinstance(file, CacheLosses):
-        _show_losses(file, as_json)
-        return
-    profile = file if source is None else _with_windows(file, source)
+    scored = file.head_profile if isinstance(file, CacheLosses) else file
+    profile = scored if source is None else _with_windows(scored, source)
     if plot is not None:
         plots.plot(profile, plot)
         console.stderr.print(f"wrote {plot}")
+    if isinstance(file, CacheLosses):
+        _show_losses(file, as_json)
+        return
     if as_json:
         click.echo(json.dumps({**summary.facts(profile), "hash": file.hash}))
         return
