@@ -11,7 +11,7 @@ from rich.text import Text
 from kvsurgery.profile.comparison import Comparison
 from kvsurgery.profile.full_heads import full_per_layer
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.ranking import SPARSITIES, ceiling
+from kvsurgery.profile.ranking import SPARSITIES, shown
 from kvsurgery.profile.summary import kind_of_head
 
 # ten levels, each a tenth of the range: a character where there is no color, else matplotlib's viridis
@@ -33,8 +33,7 @@ def draw(profile: HeadProfile, width: int, color: bool) -> Text:
     for sparsity in SPARSITIES:
         counts = full_per_layer(profile, sparsity)
         side_columns[f"{sparsity * 100:.0f}"] = [SLIDES if count is None else str(count) for count in counts]
-    scores = profile.head_scores
-    scale_end = ceiling(profile.method, scores)
+    values, scale_end, unit = shown(profile.method, profile.head_scores)
     reduced_note = ", query heads averaged over their KV head" if profile.granularity == "query" else ""
     kind = "linear attention" if 0 in (profile.windows or ()) else "a sliding window"
     slides_note = "" if profile.eligible.all() else f"; {SLIDES} marks layers with {kind}"
@@ -42,8 +41,9 @@ def draw(profile: HeadProfile, width: int, color: bool) -> Text:
         f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}"
         f"{reduced_note}{slides_note}\n\n"
     )
-    text.append(_map([_levels(scores, scale_end)], side_columns, width, color))
+    text.append(_map([_levels(values, scale_end)], side_columns, width, color))
     text.append(_scale(scale_end, color))
+    text.append("" if unit == "score" else f", the {unit}")
     return text
 
 

@@ -15,6 +15,19 @@ def ceiling(method: str, scores: np.ndarray) -> float:
     return SCORE_METHODS[method].most or float(scores.max()) or 1.0
 
 
+def shown(method: str, scores: np.ndarray) -> tuple[np.ndarray, float, str]:
+    """What a heat map of ten levels shows: values in the shape of the scores, the end of the scale from 0, and what a
+    value is.
+
+    Where most scores of a method of importance lie in the lowest tenth, a map of the scores would show a few heads and
+    nothing else; a value is then the share of heads that score less.
+    """
+    scale_end = ceiling(method, scores)
+    if SCORE_METHODS[method].kind == "importance" and np.median(scores) < scale_end / 10:
+        return np.searchsorted(np.sort(scores, axis=None), scores) / scores.size, 1.0, "share of heads that score less"
+    return scores, scale_end, "score"
+
+
 def places(scores: np.ndarray) -> np.ndarray:
     """float64, the shape of `scores`: the place of each among all, 1 = the lowest; equal scores have their mean."""
     _, level, counts = np.unique(scores, return_inverse=True, return_counts=True)

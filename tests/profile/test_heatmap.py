@@ -51,6 +51,11 @@ class TestDraw:
         assert rows(draw(made, 80, color=False)) == ["  ++", "@@::"]
         assert "| 0 to 0.04" in draw(made, 80, color=False).plain
 
+    def test_scores_of_a_few_heads_do_not_leave_the_others_blank(self):
+        text = draw(headkv([[0, 0, 0.001, 0.002, 0.003, 0.003, 0.004, 0.005, 0.5, 0.8]], kv_heads=10), 80, color=False)
+        assert rows(text) == ["    ::--====**##%%@@"]
+        assert text.plain.endswith("| 0 to 1, the share of heads that score less")
+
     @pytest.mark.parametrize("top", [0, 1e-45, 3e38])
     def test_extremes(self, top):
         assert rows(draw(headkv([[0, top]], kv_heads=2), 80, color=False)) == ["  @@" if top else "    "]
