@@ -81,8 +81,7 @@ class Passkeys:
     @property
     def min_tokens(self) -> int:
         """Tokens of a prompt without any text between the passkeys."""
-        answers = sum(self.size + len(after) for _, after in self.words.hidden)
-        return self.words.length(self.size) + sum(map(len, self.words.asked)) + answers
+        return _min_tokens(self.words, self.size)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -126,3 +125,19 @@ def passkey_words(measured: MeasuredModel, count: int) -> PasskeyWords:
         raise ProfileError(
             f"{error}; train the gates of {measured.name} on a task of its own, with kvsurgery.measure.training"
         ) from error
+
+
+def most_passkeys(measured: MeasuredModel, count: int, size: int, tokens: int) -> int:
+    """How many passkeys of `size` tokens a prompt of `tokens` has room for, at most `count` and at least one.
+
+    Raises:
+        ProfileError: as `passkey_words`.
+    """
+    while count > 1 and _min_tokens(passkey_words(measured, count), size) > tokens:
+        count -= 1
+    return count
+
+
+def _min_tokens(words: PasskeyWords, size: int) -> int:
+    answers = sum(size + len(after) for _, after in words.hidden)
+    return words.length(size) + sum(map(len, words.asked)) + answers

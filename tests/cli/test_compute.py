@@ -76,6 +76,11 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     [timing, why] = result.err.splitlines()
     assert timing == "timing some steps of the training"
     assert "give 1 min" in why
+    # of long passkeys, these prompts have room for fewer
+    for size, count in ((3, 4), (64, 1)):
+        sizes = ["--min-context", 400, "--sink", 4, "--recent", 16, "--passkey-tokens", size]
+        said = done(*start, *sizes, "--minutes", 0.01)
+        assert f"--min-context 400 --max-context 2048 --passkeys {count}\n" in said.err
     assert "--minutes chooses --steps" in run(*start, "--minutes", 1, "--steps", 9).err
     done(*start, *lengths, *chosen.split()[:2], "--max-context", 2048, "--reg", 0.2)
     made = HeadProfile.load("p.safetensors").provenance
@@ -102,6 +107,7 @@ def test_a_training_in_minutes_stops_when_gates_have_settled(folder, monkeypatch
     start += ["--max-context", 500, "--checkpoint", "state", "--minutes", 0.01, "--reg", 0]
     said = done(*start, "-o", "p.safetensors")
     steps = int(re.search(r"--steps (\d+)", said.err)[1])
+    assert "--min-context 250 --max-context 500 --passkeys 2\n" in said.err
     enough = math.ceil(0.2 * steps + 4)
     assert enough < steps
     assert f"gates settled after {enough} of {steps} steps" in said.err

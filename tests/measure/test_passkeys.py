@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError, TextError, UnsupportedModel
-from kvsurgery.measure.passkeys import Passkeys
+from kvsurgery.measure.passkeys import Passkeys, most_passkeys
 from kvsurgery.measure.prompts import Contexts, Passages
 from kvsurgery.text import haystack
 from kvsurgery.text.passkeys import ASKED, HIDDEN, KEY, OPENING, ORDINALS
@@ -100,6 +100,10 @@ def test_the_shortest_context_that_holds_the_passkeys(measured, passkeys):
         ProfileError, match=f"6 passkeys of 9 tokens take a context of {passkeys.min_tokens} tokens or more"
     ):
         Passkeys.of(measured, Contexts(passkeys.min_tokens - 1, 1000), count=6, size=9)
+    assert most_passkeys(measured, 10, 9, passkeys.min_tokens) == 6
+    assert most_passkeys(measured, 10, 9, passkeys.min_tokens - 1) == 5
+    assert most_passkeys(measured, 4, 9, 2000) == 4
+    assert most_passkeys(measured, 4, 900, 100) == 1
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Duo(PasskeyMethod, GateMethod):
         self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, saved_facts: Mapping[str, Any] | None
     ) -> Self:
         from kvsurgery.measure.pace import Lengths, TrainingPlan, paced, step_seconds
-        from kvsurgery.measure.passkeys import passkey_words
+        from kvsurgery.measure.passkeys import most_passkeys, passkey_words
 
         if self.minutes is None:
             return self
@@ -68,6 +68,9 @@ class Duo(PasskeyMethod, GateMethod):
             lengths = Lengths(self.min_context, self.max_context, self.passkeys)
             seconds = step_seconds(measured, self.options(), mesh)
             plan = paced(self.minutes, seconds, measured.max_context, lengths, self.sink + self.recent)
+            if self.loss == "distill" and self.passkeys is None:
+                count = most_passkeys(measured, plan.passkeys, self.passkey_tokens, plan.min_context)
+                plan = replace(plan, passkeys=count)
             chosen_text = " ".join(f"`{name}` {value}" for name, value in vars(plan).items())
             reporter.note(f"chosen for {self.minutes:g} min: {chosen_text}")
         settings = {name: value for name in vars(plan) if (value := getattr(self, name)) is not None}
