@@ -17,6 +17,7 @@ from kvsurgery.report.colors import LIGHT, VARIABLES
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 WIDTH, HEIGHT = 4.6, 2.9  # inches of a panel
 FONT = 10  # points; on a phone, a panel is about as wide in CSS pixels as here in points
@@ -132,6 +133,21 @@ def curve(
     )
     axes.set_xlabel(unit)
     names_above(axes)
+
+
+def byte_axis(axis: Axis, base: int, most: int = 8) -> None:
+    """Label a logarithmic axis of bytes, after data and margins, at `most` powers of `base` or fewer; at even steps
+    where it is too short for two of them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    powers = LogLocator(base=base, numticks=most)
+    if sum(low <= tick <= high for tick in powers.tick_values(low, high)) >= 2:
+        axis.set_major_locator(powers)
+    else:
+        axis.set_major_locator(MultipleLocator(2.0 ** math.floor(math.log2((high - low) / 2))))
+    axis.set_major_formatter(FuncFormatter(lambda count, _: plain_size(count)))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def perplexity_axis(axes: Axes) -> None:

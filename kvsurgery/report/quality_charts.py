@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvsurgery.display.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, TaskResult
-from kvsurgery.report.charts import FONT, Panel, label, looks, names_above, perplexity_axis, plain_size
+from kvsurgery.report.charts import FONT, Panel, byte_axis, label, looks, names_above, perplexity_axis
 from kvsurgery.report.colors import LIGHT
 from kvsurgery.report.findings import score
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BARS = "Vertical bars are 95% bootstrap intervals of the difference to the original."
+RING = {"marker": "o", "mfc": "none", "mec": LIGHT["ink"], "mew": 0.8, "ms": 9}
 MOST_NUMBERS = 30  # points that have room for their numbers
 
 
@@ -82,7 +83,9 @@ class Quality:
 
 def quality_panel(title: str, quality: Quality) -> Panel:
     """The panel of one task and metric."""
-    rows = -(-(len(quality.lines) + 1) // 2)
+    places = [place for line in quality.lines for place in line.places]
+    marks = any(place.front for place in places) + any(place.low < place.high for place in places)
+    rows = -(-(len(quality.lines) + 1 + marks) // 2)
     return Panel(title, _alt(quality), partial(_draw, quality), height=2.9 + 0.2 * rows)
 
 
@@ -121,10 +124,15 @@ def _draw(quality: Quality, axes: Axes) -> None:
             point = place.kv_bytes, factor * place.score
             axes.vlines(place.kv_bytes, factor * place.low, factor * place.high, color=color, lw=1, alpha=0.5)
             if place.front:
-                axes.plot(*point, "o", mfc="none", mec=LIGHT["ink"], mew=0.8, ms=9)
+                axes.plot(*point, **RING)
             if shows_numbers:
                 number = axes.annotate(place.number, point, (3, -4), textcoords="offset points")
                 number.set(ha="left", va="top", fontsize=FONT - 1.5, color=color)
+    places = [place for line in quality.lines for place in line.places]
+    if any(place.front for place in places):
+        axes.plot([], [], ls="", label="best at its size", **RING)
+    if any(place.low < place.high for place in places):
+        axes.plot([], [], "|", color=LIGHT["muted"], ms=11, label="95% interval")
     _scale(axes, task.metric)
     numbers = f"; numbers: {quality.numbers}" if shows_numbers else ""
     axes.set_xlabel(f"KV cache of {quality.tokens:,} tokens{numbers}")
@@ -133,13 +141,9 @@ def _draw(quality: Quality, axes: Axes) -> None:
 
 def _scale(axes: Axes, metric: str) -> None:
     """Bytes across, logarithmic; scores up."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: plain_size(count)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.08, y=0.15)
+    byte_axis(axes.xaxis, base=2, most=6)
     if metric == PERPLEXITY:
         perplexity_axis(axes)
     else:

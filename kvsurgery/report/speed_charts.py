@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsurgery.bench.results import PHASES, Bench, Row
 from kvsurgery.display.console import size
-from kvsurgery.report.charts import Chart, Panel, curve, looks
+from kvsurgery.report.charts import Chart, Panel, byte_axis, curve, looks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,16 +66,19 @@ def _panel(title: str, points: Points, look: Look, format_value: Callable[[float
         f"{name}: " + ", ".join(f"{format_value(value)} at {length:,} tokens" for length, value in line.items())
         for name, line in points.items()
     )
-    return Panel(title, f"{title} by length. {summary}.", partial(_draw, points, look, format_value, unit), height=3.2)
+    return Panel(title, f"{title} by length. {summary}.", partial(_draw, points, look, unit), height=3.2)
 
 
-def _draw(points: Points, look: Look, format_value: Callable[[float], str], unit: str, axes: Axes) -> None:
+def _draw(points: Points, look: Look, unit: str, axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log", base=2 if unit == "bytes" else 10)
     lengths = sorted({length for line in points.values() for length in line})
     curve(axes, points, lengths, look)
-    axes.yaxis.set_major_locator(LogLocator(base=2, numticks=8) if unit == "bytes" else LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value).replace(".00", "")))
-    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.margins(y=0.15)
+    if unit == "bytes":
+        byte_axis(axes.yaxis, base=2)
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_time(value)))
+        axes.yaxis.set_minor_formatter(NullFormatter())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsurgery.display.console import size
 from kvsurgery.heads.kinds import BUDGETED, KINDS, kind_of, kinds_of
-from kvsurgery.report.charts import FONT, Chart, Panel, curve, looks, names_above, plain_size
+from kvsurgery.report.charts import FONT, Chart, Panel, byte_axis, curve, looks, names_above, plain_size
 from kvsurgery.report.colors import LIGHT
 
 if TYPE_CHECKING:
@@ -86,16 +86,13 @@ def kv_memory(surgery: Mapping[str, Any]) -> Chart:
 
 
 def _draw_memory(rows: Sequence[Mapping[str, Any]], axes: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
     lines = {stage: {row["tokens"]: row[stage] for row in rows} for stage in LOOKS}
     axes.set_yscale("log", base=2)
     curve(axes, lines, [row["tokens"] for row in rows], LOOKS)
-    axes.yaxis.set_major_locator(LogLocator(base=4, numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: plain_size(count)))
     for stage, place in {"before": ((-3, 5), "right", "bottom"), "after": ((3, -5), "left", "top")}.items():
         (offset, horizontal, vertical), color = place, LOOKS[stage]["color"]
         for point in enumerate(lines[stage].values()):
             annotation = axes.annotate(plain_size(point[1]), point, offset, textcoords="offset points")
             annotation.set(ha=horizontal, va=vertical, fontsize=FONT - 1.5, color=color)
     axes.margins(0.26, 0.15)
+    byte_axis(axes.yaxis, base=4)

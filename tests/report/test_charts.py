@@ -6,10 +6,11 @@ import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from kvsurgery.report.charts import label, looks, perplexity_axis, tokens
+from kvsurgery.report.charts import byte_axis, label, looks, perplexity_axis, tokens
 from kvsurgery.report.quality_charts import Place
 from kvsurgery.report.speed_charts import short_time, speed
 from kvsurgery.report.surgery_charts import head_map
+from kvsurgery.report.sweep_charts import quality
 from tests.report import builders
 
 
@@ -49,6 +50,24 @@ def test_pictures_are_written_with_their_panels_side_by_side(report):
     assert {path.stem for path in report.glob("*.png")} == {"bench", "heads", "kv-memory", "lengths", "needle", "tasks"}
     for path in report.glob("*.png"):
         assert image.imread(path).std() > 0.05, path
+
+
+@pytest.mark.parametrize("base", [2, 4])
+@pytest.mark.parametrize("sizes", [[9_300_000, 9_700_000], [1_250_000, 1_500_000], [1 << 20, 1 << 24], [10**6]])
+def test_an_axis_of_bytes_has_labels(base, sizes):
+    axes = Figure().subplots()
+    axes.set_yscale("log", base=2)
+    axes.plot([1] * len(sizes), sizes, "o")
+    axes.margins(y=0.15)
+    byte_axis(axes.yaxis, base)
+    low, high = axes.get_ylim()
+    assert 2 <= sum(low <= tick <= high for tick in axes.get_yticks()) <= 8
+
+
+def test_a_sweep_explains_its_rings_and_bars():
+    for svg in quality(builders.sweep()).svgs():
+        assert ">best at its size<" in svg
+        assert ">95% interval<" in svg
 
 
 @pytest.mark.parametrize(("values", "height"), [([6.2, 6.2 + 1e-6], 6.2 / 50), ([6.0, 9.0], 3.3)])
