@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvsurgery.display.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, TaskResult
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BARS = "Vertical bars are 95% bootstrap intervals of the difference to the original."
-RING = {"marker": "o", "mfc": "none", "mec": LIGHT["ink"], "mew": 0.8, "ms": 9}
+RING: dict[str, Any] = {"marker": "o", "mfc": "none", "mec": LIGHT["ink"], "mew": 0.8, "ms": 9}
 MOST_NUMBERS = 30  # points that have room for their numbers
 
 
