@@ -39,15 +39,15 @@ class Respondent:
     def records(self, batch: Sequence[Sample], report: Callable[[str], None]) -> list[dict[str, Any]]:
         """A record of each sample, as a file of answers has it.
 
-        Samples beyond the model's context are skipped. A batch that runs out of memory is read sample by sample,
+        Samples beyond the model's context, and those with a prompt of fewer than two tokens, are skipped. A batch that runs out of memory is read sample by sample,
         and a sample that does so alone is skipped.
 
         Args:
             batch: samples of one `Sample.kind`.
             report: called now and then with a note on the progress.
         """
-        records = [_skip_record(sample, reason) for sample in batch if (reason := self.too_long_reason(sample))]
-        fitting_samples = [sample for sample in batch if not self.too_long_reason(sample)]
+        records = [_skip_record(sample, reason) for sample in batch if (reason := self.unusable_reason(sample))]
+        fitting_samples = [sample for sample in batch if not self.unusable_reason(sample)]
         if not fitting_samples:
             return records
         try:
@@ -64,8 +64,10 @@ class Respondent:
             return [*records, _skip_record(fitting_samples[0], "out of memory")]
         return records + [record for sample in fitting_samples for record in self.records([sample], report)]
 
-    def too_long_reason(self, sample: Sample) -> str | None:
-        """Why a sample is too long, if it is. What REFORM reads may be longer than the context."""
+    def unusable_reason(self, sample: Sample) -> str | None:
+        """Why a sample is too short or too long, if it is. What REFORM reads may be longer than the context."""
+        if len(sample.tokens) < 2:  # one for the cache, and one that the answer begins after
+            return "the prompt has fewer than 2 tokens"
         positions = self.model.config.get_text_config().max_position_embeddings
         prompt, budget = len(sample.tokens), decoding.recompute_budget(self.model)
         if self.shared and budget is not None and prompt > budget:

@@ -76,7 +76,7 @@ class Trial:
         respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.options.tp > 1)
         [length] = {len(sample.tokens) for samples in trial_samples.values() for sample in samples}
         all_samples = [sample for samples in trial_samples.values() for sample in samples]
-        if reason := next(filter(None, map(respondent.too_long_reason, all_samples)), None):
+        if reason := next(filter(None, map(respondent.unusable_reason, all_samples)), None):
             raise TextError(f"needles in {length:,} tokens cannot be asked for: {reason}; give shorter `lengths`")
         role = CONVERTED if is_converted(self.checkpoint) else ORIGINAL
         choice = choose_set(KIND, partial(self._right_count, respondent, trial_samples), length, OTHERWISE, role)

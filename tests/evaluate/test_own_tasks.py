@@ -206,6 +206,8 @@ def test_samples_follow_the_seed(task, seed):
         (PerplexityTask((64,), 64), "measures the last 64 tokens of a piece, and 64 tokens leave none before them"),
         (PerplexityTask((64,), 0), "perplexity takes 1 token or more"),
         (ClozeTask((64,), 0), "there must be 1 passage or more, got 0"),
+        (ClozeTask((64, 0)), "a passage takes 2 tokens or more, got 0; give longer `lengths`"),
+        (ClozeTask((64, 2)), "a passage takes 3 tokens or more, got 2; give longer `lengths`"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(task, says):

@@ -200,6 +200,15 @@ def test_what_is_beyond_the_context_is_left_out(tmp_path):
     assert (result.count, result.skipped) == (2, {"original: prompt and answer are beyond 33 positions": 1})
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_has_no_two_tokens_is_left_out(batch, full, tmp_path):
+    """A prompt of one token would be read twice, for the cache and for the answer."""
+    models, options = {"original": MODEL, "converted": full}, Options(batch=batch)
+    task = Plain(lengths=(0, 1, 2, 20), limit=4)
+    [result] = evaluate(models, {"plain": task}, tmp_path, options, device="cpu").tasks
+    assert (result.count, result.skipped) == (2, {"original: the prompt has fewer than 2 tokens": 2})
+
+
 @dataclass(frozen=True)
 class Later:
     """Three questions about each of two contexts."""

@@ -7,7 +7,7 @@ and the word is the last one of a sentence or clause. It shows whether a convers
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 
@@ -43,6 +43,8 @@ class ClozeTask:
         check_text(self.text)
         if self.passages < 1:
             raise TextError(f"there must be 1 passage or more, got {self.passages}")
+        if self.lengths:
+            _check_lengths(self.lengths)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Passage by passage, of all lengths each; those of one number ask for the same word.
@@ -52,6 +54,7 @@ class ClozeTask:
         """
         self.check()
         prefix, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
+        _check_lengths(lengths, len(prefix))
         needed_tokens = tokens_needed(self.text, max(lengths) + SPARE_TOKENS)
         haystack = Haystack.read(self.text, reader.tokenizer, needed_tokens, reader.seed)
         for number, length in islice(product(range(self.passages), lengths), limit):
@@ -65,6 +68,14 @@ class ClozeTask:
                 limit=len(token_ids(reader.tokenizer, f" {word}")) + 1,
                 facts={"tokens": length},
             )
+
+
+def _check_lengths(lengths: Sequence[int], prefix_length: int = 0) -> None:
+    """Check that each passage has a word to repeat, besides `prefix_length` tokens before any text."""
+    if min(lengths) < 2 + prefix_length:
+        raise TextError(
+            f"a passage takes {2 + prefix_length} tokens or more, got {min(lengths)}; give longer `lengths`"
+        )
 
 
 def _passage(reader: Reader, haystack: Haystack, max_length: int, window: int, number: int) -> tuple[np.ndarray, str]:
