@@ -39,8 +39,8 @@ class Respondent:
     def records(self, batch: Sequence[Sample], report: Callable[[str], None]) -> list[dict[str, Any]]:
         """A record of each sample, as a file of answers has it.
 
-        Samples beyond the model's context, and those with a prompt of fewer than two tokens, are skipped. A batch that runs out of memory is read sample by sample,
-        and a sample that does so alone is skipped.
+        Samples beyond the model's context, and those with a prompt of fewer than two tokens, are skipped. A batch that
+        runs out of memory is read sample by sample, and a sample that does so alone is skipped.
 
         Args:
             batch: samples of one `Sample.kind`.
