@@ -71,6 +71,7 @@ def padding_mask(
     return leading_padding(attention_mask)[:, None, None, None] if padded_left else None
 
 
+@torch.compiler.disable  # traced, a cache's heads and lengths would be compiled anew for each layer and prompt
 def attention(
     module: AttentionModule,
     query: torch.Tensor,

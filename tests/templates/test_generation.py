@@ -373,3 +373,18 @@ def test_gradients_of_what_follows_a_past(all_full, mixed, steps):
     for found in learn(mixed("llama").load()):
         assert found.isfinite().all()
         assert found.any()
+
+
+def test_a_compiled_forward_is_exact_and_not_compiled_again_for_other_lengths(mixed):
+    model, prompts = mixed("llama").model, [tokens(1, length) for length in (40, 24, 33)]
+    options = GREEDY | {"max_new_tokens": 3}
+    expected = [model.generate(ids, **options) for ids in prompts]
+    model.forward = torch.compile(model.forward, backend="eager")
+    try:
+        results = [model.generate(ids, **options) for ids in prompts[:2]]
+        with torch.compiler.set_stance("fail_on_recompile"):
+            results.append(model.generate(prompts[2], **options))
+    finally:
+        del model.forward
+        torch._dynamo.reset()
+    assert all(map(torch.equal, results, expected))
