@@ -222,7 +222,7 @@ def test_duo(tmp_path: Path, name: str) -> None:
 
     for row, length in zip(facts["kv_bytes"], SHOWN[config["max_position_embeddings"]], strict=True):
         element = 2 * HEAD_DIM * 2
-        assert row["before"] == heads * length * element
+        assert (row["tokens"], row["before"]) == (length, heads * length * element)
         # full heads keep everything, the others 64 sinks and 256 recent tokens
         assert row["after"] == ((heads - streaming) * length + streaming * 320) * element
     assert row["after"] / row["before"] == pytest.approx(1 - streaming / heads, abs=1e-2)

@@ -113,6 +113,7 @@ def convert(
     """
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of
+    from kvsurgery.conversion.output import check_no_other
     from kvsurgery.display import console
     from kvsurgery.emit.card import UNCHECKED
     from kvsurgery.emit.config import auto_class
@@ -137,6 +138,8 @@ def convert(
     if options["method"] == "reform" and (request.profile is not None or request.reform is None):
         raise click.UsageError("--method reform takes a reform profile alone; to add scores, leave --method out")
     if dry_run or out is None:
+        if out is not None:
+            check_no_other(out)
         prepared = request.prepare()
         _note(options, prepared)
         facts = plan.plan_facts(prepared, request.profile or request.reform)
@@ -144,7 +147,8 @@ def convert(
             click.echo(json.dumps(facts, indent=2))
         else:
             plan.print_plan(facts)
-            console.stderr.print("Next: give the same command with --out DIR in place of --dry-run")
+            change = "with --out DIR in place of" if out is None else "without"
+            console.stderr.print(f"Next: give the same command {change} --dry-run")
         write_recipe(prepared.policy.recipe, save_recipe)
         return
 

@@ -105,6 +105,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     from kvsurgery.display import console
     from kvsurgery.emit.cache_description import describe_bits, describe_hold
     from kvsurgery.heads.kinds import FULL, OTHERS
+    from kvsurgery.heads.lengths import length_name
 
     print_kv_bytes({**vars(surgery), "family": family})
     if surgery.revertible and surgery.options is not None:
@@ -130,7 +131,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         lines.append(refusal)
     else:
         kv_size, dense_size = (console.size(surgery.vllm[name]) for name in ("kv_bytes", "dense_bytes"))
-        longest = surgery.kv_bytes[-1]["tokens"]
+        longest = length_name(surgery.kv_bytes[-1]["tokens"])
         per_process = " in each process" if surgery.vllm["processes"] > 1 else ""
         lines.append(
             f"vLLM holds {kv_size} for {longest} tokens{per_process} in 16 bit, {dense_size} for the original: "

@@ -14,6 +14,7 @@ from kvsurgery.emit.cache_description import describe_bits, describe_hold
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import hub_code_keys
 from kvsurgery.heads.kinds import BUDGETED, FULL, OTHERS, STREAMING, WINDOW, HeadKind, head_list, kinds_of
+from kvsurgery.heads.lengths import length_name
 from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.fit import Fit
 from kvsurgery.policy.prices import Candidate
@@ -165,6 +166,9 @@ def print_policy(facts: Mapping[str, Any]) -> None:
         lines.append(describe_hold(policy["window"], policy["hold"], policy["select"], scheme))
     if "reform" in policy:
         lines.append(describe_reform(policy["reform"]))
+    elif facts["kv_bytes"][-1]["after"] >= facts["kv_bytes"][-1]["before"]:
+        nothing_saved = "this saves nothing: the KV cache is as large as the original's"
+        lines.append("the original fits this memory; nothing has to be converted" if "fit" in facts else nothing_saved)
     if keys := facts["left_out_of_config"]:
         lines.append(
             f"left out of config.json, and kept for revert: {', '.join(keys)}; with these keys, transformers may run "
@@ -230,12 +234,17 @@ def print_kv_bytes(facts: Mapping[str, Any]) -> None:
     """Tables of the KV cache: at several lengths, and at the last one in each process of tensor parallelism.
 
     Args:
-        facts: `kv_bytes`: of each length, `tokens` ("128k"), and bytes `before` and `after`; `kv_dtype`: of the model;
+        facts: `kv_bytes`: of each length, `tokens`, and bytes `before` and `after`; `kv_dtype`: of the model;
             `ranks`: `processes`, and the `kv_bytes` of each; empty where heads are laid out for one; `replicated`:
             whether every process of this `family` has all heads.
     """
     rows = [
-        (row["tokens"], console.size(row["before"]), console.size(row["after"]), f"{row['after'] / row['before']:.2f}")
+        (
+            length_name(row["tokens"]),
+            console.size(row["before"]),
+            console.size(row["after"]),
+            f"{row['after'] / row['before']:.2f}",
+        )
         for row in facts["kv_bytes"]
     ]
     title = f"KV cache of one sequence, model in {facts['kv_dtype']}"

@@ -47,7 +47,7 @@ class Surgery:
             their budgets hold.
         reform: how long prompts are read, if they are read by REFORM.
         kv_dtype: in which the checkpoint is loaded with `dtype="auto"`, as far as config.json says.
-        kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache in this dtype, `before` and `after`; the
+        kv_bytes: `tokens`, and the bytes of one sequence's KV cache in this dtype, `before` and `after`; the
             last row is for the model's own maximum.
         ranks: `processes` of tensor parallelism, and the `kv_bytes` at this maximum that each of them holds; empty
             where heads are laid out for one.

@@ -37,12 +37,12 @@ def loaded_dtype(config: Mapping[str, Any]) -> str:
 
 
 def kv_table(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The KV cache of one sequence in the loaded dtype, for a converted config: `tokens`, the name of a length, and
-    bytes `before` and `after`. The last row is for the model's own maximum."""
+    """The KV cache of one sequence in the loaded dtype, for a converted config: `tokens`, and bytes `before` and
+    `after`. The last row is for the model's own maximum."""
     layout, itemsize = KVLayout.from_config(config), ITEMSIZES[loaded_dtype(config)]
     return [
         {
-            "tokens": length_name(length),
+            "tokens": length,
             "before": layout.dense_bytes(1, length, itemsize=itemsize),
             "after": layout.kv_bytes(1, length, itemsize=itemsize),
         }
@@ -101,7 +101,7 @@ def model_card(
         dtype=loaded_dtype(config),
         front_matter=_front_matter(base_model if on_hub else None, original),
         hashes=code_hashes(code),
-        kv_rows=kv_table(config),
+        kv_rows=[{**row, "tokens": length_name(row["tokens"])} for row in kv_table(config)],
         linear_layers=sum(not layer.heads for layer in policy.layout.attended),
         longest=length_name(lengths_of(config)[-1]),
         model_type=config["model_type"],

@@ -11,6 +11,7 @@ from kvsurgery.emit.card import ITEMSIZES
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.heads.kinds import FULL, decided_kinds
+from kvsurgery.report.charts import tokens
 from kvsurgery.report.comparison import Comparison, Entry
 from kvsurgery.report.findings import change, score, span, titles, verdict
 from kvsurgery.report.headlines import decode_ratios, longest_place
@@ -112,9 +113,10 @@ def _kv_bytes(entries: Sequence[Entry]) -> TableRow:
     rows = [surgery["kv_bytes"][-1] for surgery in surgeries]
     dtypes = dict.fromkeys(surgery.get("kv_dtype", "16 bit") for surgery in surgeries)
     cells = [
-        Cell(size(row["after"]), (f"{row['after'] / row['before']:.0%} at {row['tokens']} tokens",)) for row in rows
+        Cell(size(row["after"]), (f"{row['after'] / row['before']:.0%} at {tokens(row['tokens'])} tokens",))
+        for row in rows
     ]
-    original_cell = Cell(size(rows[0]["before"]), (f"100% at {rows[0]['tokens']} tokens",))
+    original_cell = Cell(size(rows[0]["before"]), (f"100% at {tokens(rows[0]['tokens'])} tokens",))
     return TableRow("KV cache", f"one sequence, model in {', '.join(dtypes)}", [original_cell, *cells])
 
 

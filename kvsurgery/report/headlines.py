@@ -11,6 +11,7 @@ from kvsurgery.display.console import size
 from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, Results
 from kvsurgery.heads.kinds import BUDGETED, FULL, KINDS, decided_kinds, kinds_of
+from kvsurgery.report.charts import tokens
 from kvsurgery.report.findings import verdict
 
 
@@ -79,7 +80,8 @@ def _surgery(surgery: Mapping[str, Any] | None) -> Iterator[Tile]:
     yield Tile(f"{counts[FULL]:,} of {counts.total():,}", f"KV heads {FULL.keeps}")
     row = surgery["kv_bytes"][-1]  # at the model's own maximum
     ratio = row["after"] / row["before"]
-    yield Tile(size(row["after"]), f"of KV cache at {row['tokens']} tokens, {ratio:.0%} of {size(row['before'])}")
+    share_text = f"{ratio:.0%} of {size(row['before'])}"
+    yield Tile(size(row["after"]), f"of KV cache at {tokens(row['tokens'])} tokens, {share_text}")
 
 
 def _scores(results: Results | None) -> Iterator[Tile]:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from kvsurgery.bench.results import Row
 from kvsurgery.display.console import size
 from kvsurgery.report import findings
+from kvsurgery.report.charts import tokens
 from kvsurgery.report.colors import DARK, LIGHT
 from kvsurgery.report.speed_charts import short_time
 from kvsurgery.version import __version__
@@ -36,6 +37,7 @@ def render(template: str, **values: Any) -> str:
         "short_time": short_time,
         "size": size,
         "span": findings.span,
+        "tokens": tokens,
         "thousands": lambda number: f"{number:,}" if isinstance(number, int) else number,
         "verdict": findings.verdict,
         "zip": zip,

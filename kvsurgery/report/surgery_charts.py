@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsurgery.display.console import size
 from kvsurgery.heads.kinds import BUDGETED, KINDS, kind_of, kinds_of
-from kvsurgery.report.charts import FONT, Chart, Panel, byte_axis, curve, looks, names_above, plain_size
+from kvsurgery.report.charts import FONT, Chart, Panel, byte_axis, curve, looks, names_above, plain_size, tokens
 from kvsurgery.report.colors import LIGHT
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
 
 def kv_memory(surgery: Mapping[str, Any]) -> Chart:
     """Bytes of one sequence's KV cache by its length, before and after."""
-    rows = surgery["kv_bytes"]
+    # files of version 0.1.0 have names of lengths
+    rows: list[dict[str, Any]] = [{**row, "tokens": tokens(row["tokens"])} for row in surgery["kv_bytes"]]
     summary = ", ".join(f"{row['tokens']} tokens {size(row['before'])} and {size(row['after'])}" for row in rows)
     panel = Panel("KV cache of one sequence", f"KV cache before and after, at {summary}.", partial(_draw_memory, rows))
     return Chart(

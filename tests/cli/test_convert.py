@@ -182,12 +182,22 @@ class TestDryRun:
     def test_writes_nothing(self, here: Path) -> None:
         before = tree(here)
         result = done("convert", "llama", "--profile", PROFILE, "--dry-run")
+        with_out = done("convert", "llama", "--profile", PROFILE, "--dry-run", "--out", "out")
+        assert result.err == "Next: give the same command with --out DIR in place of --dry-run\n"
+        assert with_out.err == "Next: give the same command without --dry-run\n"
+        assert "llama is not empty" in refused("convert", "llama", "--profile", PROFILE, "--dry-run", "--out", "llama")
         done("convert", "llama", "--profile", PROFILE, "--dry-run", "--out", "out", "--json")
         assert tree(here) == before
         assert not Path("out").exists()
         assert "layer   full   streaming" in result.out
         assert "own window" not in result.out
         assert re.search(r"^8 tensors permuted, 13 copied; [\d.]+ KiB to write$", result.out, re.MULTILINE)
+
+    def test_a_conversion_that_saves_nothing_says_so(self, here: Path) -> None:
+        line = "this saves nothing: the KV cache is as large as the original's"
+        options = ("convert", "llama", "--profile", PROFILE, "--dry-run", "--sink", 4, "--recent", 100)
+        assert line in done(*options, "--sparsity", 0).out
+        assert line not in done(*options).out
 
     def test_the_plan_is_what_then_happens(self, here: Path) -> None:
         options = ("convert", "llama", "--profile", PROFILE, "--full-heads", 2, "--sink", 4, "--recent", 100)

@@ -187,6 +187,12 @@ class TestTheCommandThatIsPrinted:
 
 
 class TestWhatItSays:
+    def test_an_original_that_fits(self, deep: Path) -> None:
+        line = "the original fits this memory; nothing has to be converted"
+        _, middle, largest = memories(*typed(deep))
+        assert line in done(*typed(deep, memory=largest)).out
+        assert line not in done(*typed(deep, memory=middle)).out
+
     def test_table(self, deep: Path) -> None:
         _, memory, _ = memories(*typed(deep))
         text = done(*typed(deep, memory=memory)).out

@@ -96,7 +96,7 @@ def test_a_converted_checkpoint_tells_its_surgery(mixed):
     full, streaming = sum(filter(None, surgery["full_heads"])), surgery["streaming"]
     assert surgery["kv_dtype"] == "float32"
     assert surgery["kv_bytes"][0] == {
-        "tokens": "512",
+        "tokens": 512,
         "before": head * ((full + streaming) * tokens + own),
         "after": head * (full * tokens + streaming * (SINK + RECENT) + own),
     }

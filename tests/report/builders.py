@@ -12,7 +12,7 @@ from kvsurgery.evaluate.sweep_results import Point, Sweep
 
 LAYERS, HEADS = 32, 8
 TOKEN = 2 * 2 * 128  # bytes of a head's key and value
-LENGTHS = {"2k": 2_048, "8k": 8_192, "32k": 32_768, "128k": 131_072}
+LENGTHS = (2_048, 8_192, 32_768, 131_072)
 SOURCE, FOLDER = "meta-llama/Llama-3.1-8B-Instruct", "models/llama3-duo"
 RUN = {
     "models": {"original": SOURCE, "converted": FOLDER},
@@ -33,11 +33,11 @@ def surgery(**changes: Any) -> dict[str, Any]:
         "reform": None,
         "kv_bytes": [
             {
-                "tokens": name,
+                "tokens": length,
                 "before": LAYERS * HEADS * TOKEN * length,
                 "after": TOKEN * (count * length + (LAYERS * HEADS - count) * 320),
             }
-            for name, length in LENGTHS.items()
+            for length in LENGTHS
         ],
         "base_model": SOURCE,
         "base_revision": None,
@@ -206,7 +206,7 @@ def needles(name: str, score: float, share: float, full: int = 128, bits: int | 
         "full_heads": [layer.count("full") for layer in heads],
         "streaming": LAYERS * HEADS - full,
         "quantization": bits and {"bits": bits, "scheme": "kivi"},
-        "kv_bytes": [{"tokens": "128k", "before": dense, "after": int(share * dense)}],
+        "kv_bytes": [{"tokens": 131_072, "before": dense, "after": int(share * dense)}],
     }
     fields = {
         "models": {"original": SOURCE, "converted": f"models/{name}"},

@@ -66,6 +66,13 @@ def test_kv_memory_before_and_after(page):
     assert ["128k", "16.00 GiB", f"{after:.2f} GiB", "0.50"] in page.table("KV cache of one sequence")
 
 
+def test_lengths_by_name_as_version_0_1_wrote_them(tmp_path):
+    rows = [{"tokens": name, "before": 2 << 20, "after": 1 << 20} for name in ("512", "40k")]
+    checkpoint = builders.checkpoint(surgery=builders.surgery(kv_bytes=rows))
+    old_page = written(tmp_path, builders.results(checkpoint=checkpoint))
+    assert ["40k", "2.00 MiB", "1.00 MiB", "0.50"] in old_page.table("KV cache of one sequence")
+
+
 def test_grids_and_curves_are_there_as_tables(page):
     grid = page.table("needle, rouge1_recall: converted")
     assert grid[0][:3] == ["depth", "8,192", "24,576"]
