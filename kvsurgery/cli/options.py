@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from kvsurgery.errors import PolicyError, RecipeError
+
 
 def flag(name: str) -> str:
     """The option of a parameter: `--full-heads` of `full_heads`."""
@@ -67,6 +69,20 @@ class Bits(click.Choice):
 
 class Grouped(click.Command):
     """A command whose --help shows its options in the groups that `in_group` puts them in."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; the error of a policy names the recipe's file, which may have the setting that is at fault.
+
+        Raises:
+            PolicyError: as the command raises it.
+        """
+        try:
+            return super().invoke(ctx)
+        except PolicyError as error:
+            path = ctx.params.get("recipe_path")
+            if path is None or isinstance(error, RecipeError):
+                raise
+            raise PolicyError(f"{error} (with the recipe {path})") from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
@@ -55,7 +56,18 @@ def check_types(instance: Any, prefix: str = "") -> None:
         value = getattr(instance, name)
         if not any(_has_type(value, kind) for kind in kinds):
             expected_types = " or ".join(_description(kind) for kind in kinds if kind is not NoneType)
-            raise PolicyError(f"`{prefix}{name}` is {expected_types}, got {value!r}")
+            hint = _as_number(value) if int in kinds else ""
+            raise PolicyError(f"`{prefix}{name}` is {expected_types}, got {value!r}{hint}")
+
+
+def _as_number(value: Any) -> str:
+    """The hint for a number with a unit, as options take them and TOML does not: "2K" or "24GB"."""
+    match = re.fullmatch(r"(\d{1,9})([km]|[kmgt]i?b)", value, re.IGNORECASE) if isinstance(value, str) else None
+    if match is None:
+        return ""
+    unit = match[2].lower()
+    power = (1000 if unit[1:] == "b" else 1024) ** " kmgt".index(unit[0])
+    return f"; write {int(match[1]) * power}"
 
 
 def _has_type(value: Any, kind: Any) -> bool:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from kvsurgery.cli.profile import profile
 from kvsurgery.cli.profile.importing import headkv
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.headkv import HEADKV_METHODS
 from tests.cli.profile_command import LLAMA, refusal, run, working_folder  # noqa: F401  (a fixture)
@@ -85,6 +86,14 @@ class TestImport:
         (here / "broken/config.json").write_text("{")
         assert message in refusal("import", *arguments, "-o", "p.safetensors")
         assert not list(here.glob("p.safetensors*"))
+
+    def test_a_profile_or_a_binary_file_is_not_imported(self, here):
+        HeadProfile(np.eye(2), "duo", "kv", "llama", ModelDimensions(2, 4, 2, 8)).save("own")
+        Path("weights").write_bytes(b"1\0\xff")
+        for method in ("duo", "headkv"):
+            assert "own is a head profile already" in refusal("import", method, "own", "--model", "llama", "-o", "p")
+        line = refusal("import", "duo", "weights", "--model", "llama", "-o", "p")
+        assert line == "weights is not a table of tab-separated numbers"
 
     @pytest.mark.parametrize(
         "arguments",

@@ -56,6 +56,12 @@ def test_what_a_file_says_makes_no_error_endless(here):
     assert 900 < len(refused("convert", "llama", "--recipe", "one.toml", "--dry-run")) < 1100
 
 
+def test_an_error_of_a_setting_names_the_file(here):
+    Path("one.toml").write_text(f'profiles = ["{PROFILE}"]\nsparsity = 2\n')
+    line = refused("convert", "llama", "--recipe", "one.toml", "--dry-run")
+    assert line == "kvsurgery: --sparsity must lie in [0, 1], got 2 (with the recipe one.toml)"
+
+
 def test_fit_saves_what_it_prints(here):
     words = ("--profile", PROFILE, "--memory", "1GB", "--context", "1K", "--sink", 4, "--save-recipe", "one.toml")
     printed = done("fit", "llama", *words).out.splitlines()[-1].split()

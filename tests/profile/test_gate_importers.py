@@ -69,12 +69,19 @@ class TestDuo:
         assert str(tmp_path / "gates.tsv") in str(raised.value)
 
     @pytest.mark.parametrize(
-        "content", [b"a\tb\n", b"1 1\n", b"1,1\n", b"\x89PNG\r\n\0\0", b"1\t\n", b"1\t1\n\n1\t1\n"]
+        ("content", "message"),
+        [
+            *(
+                (text, r", line \d: .* is not a number")
+                for text in (b"a\tb\n", b"1 1\n", b"1,1\n", b"1\t\n", b"1\n\n1")
+            ),
+            (b"\x89PNG\r\n\0\0", " is not a table of tab-separated numbers$"),
+        ],
     )
-    def test_not_a_table(self, tmp_path, content):
+    def test_not_a_table(self, tmp_path, content, message):
         path = tmp_path / "gates.tsv"
         path.write_bytes(content)
-        with pytest.raises(ProfileError, match=r"gates.tsv, line \d: .* is not a number"):
+        with pytest.raises(ProfileError, match=f"gates.tsv{message}"):
             import_duo(path, MODEL)
 
     @pytest.mark.parametrize(

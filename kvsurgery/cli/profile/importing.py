@@ -64,6 +64,7 @@ def _save(
     from dataclasses import asdict, replace
 
     from kvsurgery.cli.profile.saving import save
+    from kvsurgery.errors import ProfileError
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.loading import local_file
     from kvsurgery.profile.profiled_model import ProfiledModel
@@ -73,6 +74,8 @@ def _save(
     files, origins = [], []
     for source in sources:
         path, hub_file = local_file(source, inside=inside, beside=beside)
+        if HeadProfile.recognizes(path):
+            raise ProfileError(f"{source} is a head profile already; `kvsurgery convert --profile` takes it")
         files.append(path)
         origins += [asdict(hub_file)] if hub_file else []
     profile = importer(files, replace(model, name=options["base_model"] or model.name))

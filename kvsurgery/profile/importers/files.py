@@ -66,6 +66,8 @@ def parse_table(path: Path, raw: bytes, number_of: Callable[[Path, int, str], fl
     Raises:
         ProfileError: lines differ in length, or as `number_of` raises it.
     """
+    if b"\0" in raw:
+        raise ProfileError(f"{path} is not a table of tab-separated numbers")
     lines = raw.decode("ascii", "replace").splitlines()
     rows = [[number_of(path, number, cell) for cell in line.split("\t")] for number, line in enumerate(lines, 1)]
     columns = len(rows[0]) if rows else 0
