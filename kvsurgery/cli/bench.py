@@ -93,9 +93,10 @@ def bench(
     from kvsurgery.cli.source import source_folder
     from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
+    from kvsurgery.evaluate import results as evaluation
     from kvsurgery.evaluate.checkpoint import check_original
     from kvsurgery.report import write_report
-    from kvsurgery.report.folder import check_output
+    from kvsurgery.report.folder import check_neighbor, check_output
     from kvsurgery.system.processes import is_first
 
     quiet_transformers()
@@ -109,6 +110,8 @@ def bench(
     workload = replace(
         defaults, lengths=lengths or defaults.lengths, batches=batches, chunk=chunk or defaults.chunk, rounds=rounds
     )
+    if out is not None:
+        check_neighbor(out, folder, evaluation.FILE)
     try:
         with console.step_progress("measuring") as advance:
             results = benchmark(

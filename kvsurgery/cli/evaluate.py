@@ -53,6 +53,7 @@ def evaluate(
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-70b-tp8 --tasks ruler --lengths 128K --tp 8
     """
+    from kvsurgery.bench import results as benchmark
     from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.cli.source import source_folder
     from kvsurgery.display import console
@@ -61,7 +62,7 @@ def evaluate(
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.report import write_report
-    from kvsurgery.report.folder import check_output
+    from kvsurgery.report.folder import check_neighbor, check_output
     from kvsurgery.system.processes import is_first
 
     quiet_transformers()
@@ -77,6 +78,7 @@ def evaluate(
         models = {ORIGINAL: folder}
     else:
         raise click.UsageError(f"{folder} is not a converted checkpoint, so there is nothing to compare with {source}")
+    check_neighbor(out, folder, benchmark.FILE)
     run = replace(run_options(ctx, folder), tp=tp)
     with console.step_progress("evaluating") as advance:
         results = evaluate(

@@ -35,7 +35,7 @@ def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     """
     from kvsurgery.display import console
     from kvsurgery.report import write_comparison, write_report
-    from kvsurgery.report.comparison import is_sweep
+    from kvsurgery.report.folder import is_sweep
     from kvsurgery.report.writing import PAGE
 
     if len(folders) == 1 and not is_sweep(folders[0]):

@@ -15,6 +15,7 @@ from kvsurgery.cli.options import HEADS, Grouped, flag, in_group
 from kvsurgery.cli.recipe_options import AXES, in_flags, profile_option, recipe_of, sweep_options
 from kvsurgery.cli.running import quiet_transformers, revision_option, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
+from kvsurgery.errors import OutputError
 from kvsurgery.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def sweep(
     from kvsurgery.cli.source import request_of
     from kvsurgery.display import console
     from kvsurgery.evaluate.sweep import Grid, sweep
-    from kvsurgery.report.folder import check_output
+    from kvsurgery.report.folder import check_output, has_page
     from kvsurgery.report.sweep_charts import quality
     from kvsurgery.system.processes import is_first
 
@@ -70,6 +71,8 @@ def sweep(
         flags = ", ".join(map(flag, AXES))
         raise click.UsageError(f"there is nothing to vary: give values of any of {flags}, such as --sparsity 0.25,0.5")
     check_output(out)
+    if has_page(out):
+        raise OutputError(f"{out} holds other results than a sweep's; give the sweep a folder of its own with --out")
     request = request_of(source, revision, _recipe(axes, options))
     if request.reform is not None:
         raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")

@@ -12,10 +12,9 @@ from typing import Any
 
 from kvsurgery.bench.results import Bench
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.evaluate import sweep_results
 from kvsurgery.evaluate.results import ORIGINAL, SETTINGS, Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
-from kvsurgery.report.folder import checkpoint_of, read
+from kvsurgery.report.folder import checkpoint_of, is_sweep, read
 from kvsurgery.report.rendering import flat_settings
 
 SWEEP_SETTINGS = ("profile", "conversion")  # which evaluations do not have
@@ -84,11 +83,6 @@ class Comparison:
                 if key not in tasks or task.count > tasks[key].count:
                     tasks[key] = task
         return [*tasks.values()]
-
-
-def is_sweep(folder: Path) -> bool:
-    """Whether a folder holds the results of a sweep."""
-    return (folder / sweep_results.FILE).exists()
 
 
 def compare(folders: Sequence[Path]) -> Comparison:

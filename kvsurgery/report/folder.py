@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,24 @@ from typing import Any
 from kvsurgery.bench import results as benchmark
 from kvsurgery.bench.results import Bench
 from kvsurgery.checkpoint.source import CONFIG
+from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.errors import KVSurgeryError, OutputError
 from kvsurgery.evaluate import results as evaluation
+from kvsurgery.evaluate import sweep_results
 from kvsurgery.evaluate.results import Results
 from kvsurgery.system.files import check_folder
+
+LOADERS = {evaluation.FILE: Results.load, benchmark.FILE: Bench.load}
 
 
 def has_page(folder: Path) -> bool:
     """Whether a folder holds results whose page belongs there."""
-    return any((folder / name).exists() for name in (evaluation.FILE, benchmark.FILE))
+    return any((folder / name).exists() for name in LOADERS)
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder holds the results of a sweep."""
+    return (folder / sweep_results.FILE).exists()
 
 
 def read(folder: Path) -> tuple[Results | None, Bench | None]:
@@ -54,6 +64,26 @@ def check_output(folder: Path) -> None:
     check_folder(folder)
     if (folder / CONFIG).exists():
         raise OutputError(f"{folder} is a checkpoint; give results a folder of their own with --out")
+
+
+def check_neighbor(folder: Path, checkpoint: Path, name: str) -> None:
+    """Check that the results of a checkpoint can join those in a folder, whose page will show both.
+
+    Args:
+        name: of the file that the other command leaves there, "bench.json" of an evaluation's neighbor.
+
+    Raises:
+        KVSurgeryError: there is a sweep, or the file is of another checkpoint or not what this version writes.
+    """
+    if is_sweep(folder):
+        raise OutputError(f"{folder} holds a sweep; give other results a folder of their own with --out")
+    if (folder / name).exists() and not is_same_checkpoint(LOADERS[name](folder).checkpoint, facts_of(checkpoint)):
+        raise OutputError(f"{name} in {folder} is of another checkpoint than {checkpoint}; give another --out")
+
+
+def facts_of(checkpoint: Path) -> Mapping[str, Any]:
+    """The facts of a checkpoint as results have them, which are read from JSON."""
+    return json.loads(json.dumps(inspect_checkpoint(checkpoint, str(checkpoint)).to_json()))
 
 
 def checkpoint_of(results: Results | None, bench: Bench | None) -> Mapping[str, Any]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.emit.card import with_section
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import Results
 from kvsurgery.report.findings import change, models, score, span, verdict
-from kvsurgery.report.folder import checkpoint_of, is_same_checkpoint, read
+from kvsurgery.report.folder import checkpoint_of, facts_of, is_same_checkpoint, read
 from kvsurgery.report.writing import PAGE, charts
 
 FOLDER = "report"  # in the repository
@@ -36,9 +34,7 @@ def card_files(checkpoint: Path, report: Path) -> dict[str, bytes | Path]:
             f"{report} has no {PAGE}: run `kvsurgery eval DIR --out {report}` or "
             f"`kvsurgery bench DIR --out {report}` again"
         )
-    # as JSON has it, for the comparison
-    facts = json.loads(json.dumps(inspect_checkpoint(checkpoint, str(checkpoint)).to_json()))
-    if not is_same_checkpoint(facts, checkpoint_of(results, bench)):
+    if not is_same_checkpoint(facts_of(checkpoint), checkpoint_of(results, bench)):
         raise KVSurgeryError(f"the report in {report} is of another checkpoint than {checkpoint}; evaluate this one")
     shown_charts = [chart for chart in charts(results, bench) if (report / f"{chart.name}.png").is_file()]
     pictures = [

@@ -15,6 +15,7 @@ from kvsurgery.cli.bench import bench
 from tests.helpers.command import done, refused
 from tests.helpers.families import make
 from tests.helpers.surgery import Converted, convert_folder
+from tests.report import builders
 
 QUICK = ("--lengths", "24,40", "--new-tokens", 6, "--chunk", 16, "--rounds", 1)
 
@@ -77,7 +78,7 @@ def test_lengths_where_nothing_is_said() -> None:
     }
 
 
-def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = set(Path().iterdir())
     assert "is not a converted checkpoint; give a folder" in refused("bench", converted.source)
     assert "is not a folder; give a checkpoint folder, and download a model on the Hub" in refused("bench", "org/duo")
@@ -88,6 +89,12 @@ def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None
     assert "torch cannot use the device cuda" in refused("bench", converted.folder, "--device", "cuda")
     assert "new must be 5 or more" in refused("bench", converted.folder, "--new-tokens", 4)
     assert "is neither a folder nor a Hub id" in refused("bench", converted.folder, "--source", "no/such/folder")
+    builders.sweep().save(builders.saved(tmp_path / "swept"))
+    builders.results().save(builders.saved(tmp_path / "evaluated"))
+    here |= {Path("swept"), Path("evaluated")}
+    assert "swept holds a sweep" in refused("bench", converted.folder, *QUICK, "--out", "swept")
+    line = refused("bench", converted.folder, *QUICK, "--out", "evaluated")
+    assert f"results.json in evaluated is of another checkpoint than {converted.folder}; give another --out" in line
     monkeypatch.setattr("kvsurgery.bench.contenders.free_bytes", lambda device: 1000)
     assert "1000 B are free on cpu" in refused("bench", converted.folder, *QUICK)
     assert set(Path().iterdir()) == here

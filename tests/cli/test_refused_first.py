@@ -18,6 +18,7 @@ from kvsurgery.errors import KVSurgeryError
 from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.system.processes import started_processes
 from tests.helpers.command import PROFILE, nothing_happens, refused
+from tests.report import builders
 
 DUO = ("profile", "compute", "llama", "--method", "duo", "-o", "p.safetensors")
 HEADKV = ("profile", "compute", "llama", "--method", "headkv-er", "-o", "p.safetensors")
@@ -112,6 +113,14 @@ def test_permissions(here: Path, monkeypatch: pytest.MonkeyPatch, arguments: tup
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: "taken" not in str(path) and access(path, mode))
     nothing_happens(here, r"cannot write taken/x\.png: no permission in .*taken", *arguments, "taken/x.png")
+
+
+def test_results_of_another_kind_or_checkpoint(here: Path) -> None:
+    builders.sweep().save(builders.saved(here / "swept"))
+    builders.bench().save(builders.saved(here / "measured"))
+    nothing_happens(here, "swept holds a sweep; give other results a folder of their own", *EVAL[:-1], "swept")
+    nothing_happens(here, "bench.json in measured is of another checkpoint than llama", *EVAL[:-1], "measured")
+    nothing_happens(here, "measured holds other results than a sweep's; give the sweep a folder", *SWEEP, "measured")
 
 
 def test_a_training_is_not_replaced(here: Path) -> None:
