@@ -136,14 +136,13 @@ def fit(
 
 def _print_table(fit_result: Fit) -> None:
     """Some of the candidates that nothing beats, the choice, and the best of other widths."""
-    from kvsurgery.cli.plan import width
     from kvsurgery.display import console
 
     best, next_best = fit_result.pareto, fit_result.alternatives[:ALTERNATIVES]
     spread = [best[round(row * (len(best) - 1) / (ROWS - 1))] for row in range(ROWS)]
     shown_candidates = dict.fromkeys([*spread, fit_result.choice, *next_best])
     budgets = any(candidate.budget for candidate in shown_candidates)
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for candidate in sorted(shown_candidates, key=lambda candidate: candidate.total):
         mark = "" if candidate.total <= fit_result.demand.memory else "too large"
         mark = f"next best {next_best.index(candidate) + 1}" if candidate in next_best else mark
@@ -153,7 +152,7 @@ def _print_table(fit_result: Fit) -> None:
                 "chosen" if candidate == fit_result.choice else mark,
                 candidate.full_heads,
                 *[candidate.budget or ""] * budgets,
-                width(candidate, fit_result),
+                candidate.quantization.bits if candidate.quantization else "unquantized",
                 console.size(candidate.kv_bytes),
                 console.size(candidate.total),
                 loss,
@@ -171,7 +170,7 @@ def _plot(fit_result: Fit, name: str, path: Path) -> None:
     Raises:
         OutputError: the file cannot be written, or its ending is not a picture format.
     """
-    from kvsurgery.cli.plan import loss_facts, width
+    from kvsurgery.cli.plan import loss_facts
     from kvsurgery.display.figure import new_figure, save_figure
     from kvsurgery.policy.fit import pareto
 
@@ -182,13 +181,14 @@ def _plot(fit_result: Fit, name: str, path: Path) -> None:
     demand, gib = fit_result.demand, 1 << 30
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
-    by_bits: dict[int, list[Candidate]] = {}
+    by_bits: dict[str, list[Candidate]] = {}
     for candidate in fit_result.candidates:
-        by_bits.setdefault(width(candidate, fit_result), []).append(candidate)
+        bits = f"{candidate.quantization.bits} bits" if candidate.quantization else "unquantized"
+        by_bits.setdefault(bits, []).append(candidate)
     for bits, candidates in by_bits.items():
         best = pareto(candidates)
         points = [point.total / gib for point in best], [quality(point) for point in best]
-        axes.plot(*points, marker="." if len(best) == 1 else "", label=f"{bits} bits")
+        axes.plot(*points, marker="." if len(best) == 1 else "", label=bits)
     axes.axvline(demand.memory / gib, color="black", linestyle="dashed", linewidth=1, label="memory")
     axes.plot(fit_result.choice.total / gib, quality(fit_result.choice), "k*", markersize=12, label="chosen")
     axes.set_title(f"{name}\n{demand.batch} x {demand.context:,} tokens", fontsize="medium", parse_math=False)

@@ -118,7 +118,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
         (
             index,
             layer["full"],
-            *[layer["bits"] or ""] * bits,
+            *[layer["bits"] or "unquantized"] * bits,
             *(_count(layer["heads"], kind) for kind in other_kinds),
             *[layer["window"] or ""] * windows,
             *[_span(layer["budgets"])] * budgets,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, Interval, TaskResult
+from kvsurgery.policy.layer_bits import UNQUANTIZED
 from kvsurgery.system.files import document, write_table, write_whole
 
 FILE, TABLE = "sweep.json", "sweep.csv"
@@ -117,9 +118,12 @@ def varied(axes: Mapping[str, Sequence[Any]]) -> list[str]:
 
 def named(options: Mapping[str, Any]) -> str:
     """A setting, or some of it, in words: "beta 1.2, 4 bits"."""
-    words = (
-        f"{value} bits" if axis == "kv_bits" else f"{axis.replace('_', ' ')} {value}" for axis, value in options.items()
-    )
+    words = []
+    for axis, value in options.items():
+        if axis == "kv_bits":
+            words.append("unquantized" if value == UNQUANTIZED else f"{value} bits")
+        else:
+            words.append(f"{axis.replace('_', ' ')} {value}")
     return ", ".join(words)
 
 

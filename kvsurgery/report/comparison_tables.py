@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsurgery.display.console import size
-from kvsurgery.emit.card import ITEMSIZES
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.heads.kinds import FULL, decided_kinds
@@ -17,6 +16,7 @@ from kvsurgery.report.findings import change, score, span, titles, verdict
 from kvsurgery.report.headlines import decode_ratios, longest_place
 
 NOTHING = "–"
+UNQUANTIZED = "unquantized"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def checkpoint_rows(comparison: Comparison) -> list[TableRow]:
         TableRow(
             "bits of the KV cache",
             "",
-            [Cell(str(_unquantized_bits(entries[0]))), *(Cell(_bits(entry)) for entry in entries)],
+            [Cell(UNQUANTIZED), *(Cell(_bits(entry)) for entry in entries)],
         ),
         _kv_bytes(entries),
     ]
@@ -96,15 +96,12 @@ def _heads(entries: Sequence[Entry]) -> Iterator[TableRow]:
 
 
 def _bits(entry: Entry) -> str:
-    quantization, unquantized_bits = entry.checkpoint["surgery"]["quantization"], _unquantized_bits(entry)
-    bits = quantization["bits"] if quantization else unquantized_bits
+    quantization = entry.checkpoint["surgery"]["quantization"]
+    bits = quantization["bits"] if quantization else None
     # of layers that differ, each width once
-    widths = {bits} if isinstance(bits, int) else {layer_bits or unquantized_bits for layer_bits in bits}
-    return ", ".join(map(str, sorted(widths, reverse=True)))
-
-
-def _unquantized_bits(entry: Entry) -> int:
-    return 8 * ITEMSIZES[entry.checkpoint["surgery"].get("kv_dtype", "16 bit")]
+    widths = set(bits) if isinstance(bits, list) else {bits}
+    words = [str(width) for width in sorted(widths - {None}, reverse=True)]
+    return ", ".join([UNQUANTIZED] * (None in widths) + words)
 
 
 def _kv_bytes(entries: Sequence[Entry]) -> TableRow:

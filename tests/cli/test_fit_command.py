@@ -208,7 +208,7 @@ class TestWhatItSays:
         assert smaller
         assert all(row[0].isdigit() for row in smaller)
         assert len([row for row in rows if row[:2] == ["next", "best"]]) == 3
-        assert rows[-1][2:4] == ["32", "32"]
+        assert rows[-1][2:4] == ["32", "unquantized"]
         assert rows[-1][-1] == "100.00%"
 
     def test_budgets_have_a_column(self, deep: Path) -> None:

@@ -191,7 +191,7 @@ def test_progress_counts_all_models(language, tmp_path):
     assert counts == [12, 12]
     assert re.fullmatch(r"4 bits, beta 1\.2: needle, \d+% right", note)
     assert [done for done, _, _ in answering] == sorted(done for done, _, _ in answering)
-    assert (4, 12, "16 bits, beta 1.2: converting, 100%") in answering
+    assert (4, 12, "unquantized, beta 1.2: converting, 100%") in answering
 
 
 def test_where_nothing_can_be_nothing_is_written(language, tmp_path):
@@ -279,7 +279,11 @@ def grid(**axes):
 def test_lines_go_along_the_size_and_the_other_axes_tell_them_apart():
     one = grid(kv_bits=(16, 8, 4), budget=(64, 128), sink=(4,))
     assert axis_of(one) == "budget"
-    assert {name: len(points) for name, points in series_of(one).items()} == {"16 bits": 2, "8 bits": 2, "4 bits": 2}
+    assert {name: len(points) for name, points in series_of(one).items()} == {
+        "unquantized": 2,
+        "8 bits": 2,
+        "4 bits": 2,
+    }
     assert axis_of(grid(kv_bits=(16, 8))) == "kv_bits"
     assert [*series_of(grid(kv_bits=(16, 8)))] == ["converted"]
     # 3 x 4 lines are too many
@@ -290,7 +294,7 @@ def test_lines_go_along_the_size_and_the_other_axes_tell_them_apart():
 def test_the_picture_has_a_panel_for_each_metric(swept, tmp_path):
     chart = quality(swept[1])
     assert [panel.title for panel in chart.panels] == ["needle, rouge1_recall", "needle, string_match_all"]
-    assert "16 bits, beta 2.0: 100.0% at" in chart.alt
+    assert "unquantized, beta 2.0: 100.0% at" in chart.alt
     assert "The original: 100.0% at" in chart.alt
     [svg, _] = chart.svgs()
     assert ">original, " in svg

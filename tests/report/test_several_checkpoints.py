@@ -24,7 +24,7 @@ def test_checkpoints_side_by_side(page):
     assert rows[0] == ["", "original", "llama3-duo-50", "llama3-duo-25", "llama3-duo-50-kv4"]
     table = {row[0]: row[1:] for row in rows}
     assert table["full KV heads they keep every token"] == ["256 of 256", "128 of 256", "64 of 256", "128 of 256"]
-    assert table["bits of the KV cache"] == ["16", "16", "16", "4"]
+    assert table["bits of the KV cache"] == ["unquantized", "unquantized", "unquantized", "4"]
     assert table["KV cache one sequence, model in 16 bit"][0].endswith("100% at 128k tokens")
     assert [cell.split()[2] for cell in table["KV cache one sequence, model in 16 bit"]] == [
         "100%",
@@ -51,9 +51,9 @@ def test_a_sweep_has_its_front_marked(page):
     # with 4 bits, the smallest; one more byte and no better is not on the front
     front = {row[0]: row[2].endswith("○ front") for row in rows[2:-1]}
     assert front == {
-        "budget 64, 16 bits": False,
-        "budget 256, 16 bits": True,
-        "budget 1024, 16 bits": True,
+        "budget 64, unquantized": False,
+        "budget 256, unquantized": True,
+        "budget 1024, unquantized": True,
         "budget 64, 4 bits": True,
         "budget 256, 4 bits": True,
     }
@@ -199,7 +199,7 @@ class TestCommand:
         folder = saved(tmp_path / "swept", builders.sweep(points=(incomplete_point, *points[1:])))
         line = refused("report", folder, "--out", tmp_path / "page")
         assert f"the results in {folder} cannot be shown" in line
-        assert "the setting budget 64, 16 bits has no string_match_all of needle" in line
+        assert "the setting budget 64, unquantized has no string_match_all of needle" in line
 
     def test_a_folder_without_results(self, tmp_path):
         assert "neither results.json nor bench.json" in refused("report", tmp_path, tmp_path)
