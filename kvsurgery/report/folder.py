@@ -63,7 +63,7 @@ def check_output(folder: Path) -> None:
     """
     check_folder(folder)
     if (folder / CONFIG).exists():
-        raise OutputError(f"{folder} is a checkpoint; give results a folder of their own with --out")
+        raise OutputError(f"{folder} is a checkpoint; give results a folder of their own")
 
 
 def check_neighbor(folder: Path, checkpoint: Path, name: str) -> None:
@@ -76,9 +76,9 @@ def check_neighbor(folder: Path, checkpoint: Path, name: str) -> None:
         KVSurgeryError: there is a sweep, or the file is of another checkpoint or not what this version writes.
     """
     if is_sweep(folder):
-        raise OutputError(f"{folder} holds a sweep; give other results a folder of their own with --out")
+        raise OutputError(f"{folder} holds a sweep; give other results a folder of their own")
     if (folder / name).exists() and not is_same_checkpoint(LOADERS[name](folder).checkpoint, facts_of(checkpoint)):
-        raise OutputError(f"{name} in {folder} is of another checkpoint than {checkpoint}; give another --out")
+        raise OutputError(f"{name} in {folder} is of another checkpoint than {checkpoint}; give another folder")
 
 
 def facts_of(checkpoint: Path) -> Mapping[str, Any]:
