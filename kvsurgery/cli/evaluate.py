@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,16 +103,16 @@ def evaluate(
         click.echo(json.dumps(asdict(results), indent=2))
     else:
         _show(results)
-    check_measured(results)
+    check_measured(results.tasks)
 
 
-def check_measured(results: Results) -> None:
+def check_measured(tasks: Sequence[TaskResult]) -> None:
     """Check that some model has a score. Tasks without a metric, whose answers others judge, have no result.
 
     Raises:
         KVSurgeryError: all samples were left out, of every model.
     """
-    if results.tasks and not any(cell.scores for task in results.tasks for cell in task.cells):
+    if tasks and not any(cell.scores for task in tasks for cell in task.cells):
         raise KVSurgeryError("nothing was measured: every sample is left out")
 
 

@@ -242,7 +242,7 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
     except PolicyError as error:
         raise click.UsageError(in_flags(str(error))) from error
     if not recipe.profiles and recipe.budgets_from is None and recipe.kv_bits is None:
-        alternative = "" if recipe.fit else "; without one, --kv-bits quantizes the cache of every head"
+        alternative = "" if recipe.fit else "; without one, --kv-bits 8, 4, 3 or 2 quantizes the cache of every head"
         raise click.UsageError(f"--profile is missing: the scores that heads are chosen by{alternative}")
     return recipe
 

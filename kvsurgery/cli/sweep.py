@@ -59,6 +59,7 @@ def sweep(
     kvsurgery sweep ./llama3 --profile duo.safetensors --sink 4,64 --recent 256,1K --tasks perplexity --text book.txt
     kvsurgery sweep ./llama3 --profile r2.safetensors --budget 64,128,256,512,1024 --beta 1.05,1.2,2 --tasks ruler
     """
+    from kvsurgery.cli.evaluate import check_measured
     from kvsurgery.cli.source import request_of
     from kvsurgery.display import console
     from kvsurgery.evaluate.sweep import Grid, sweep
@@ -103,6 +104,7 @@ def sweep(
     for line in _notes(results):
         console.stderr.print(line)
     console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv")
+    check_measured([task for point in results.points for task in point.tasks])
 
 
 def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:

@@ -243,7 +243,10 @@ class TestWithoutAProfile:
     def test_something_is_asked_for(self, here: Path) -> None:
         missing = "--profile is missing: the scores that heads are chosen by"
         for command, more in (
-            (("convert", "llama", "--out", "out"), "; without one, --kv-bits quantizes the cache of every head\n"),
+            (
+                ("convert", "llama", "--out", "out"),
+                "; without one, --kv-bits 8, 4, 3 or 2 quantizes the cache of every head\n",
+            ),
             (("convert", "llama", "--out", "out", "--fit", "1GB", "--context", "1K"), "\n"),
             (("fit", "llama", "--memory", "1GB", "--context", "1K"), "\n"),
         ):

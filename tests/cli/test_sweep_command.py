@@ -72,7 +72,19 @@ def test_bits_need_no_profile():
     assert "profile" not in found["settings"]
     assert "--sparsity chooses heads by scores" in refused(*own, "--kv-bits", "4", "--sparsity", "0.5", "--out", "no")
     assert "--profile is missing" in run(*own, "--sparsity", "0.5", "--out", "no").err
+    # a setting alone that changes nothing
+    assert "--kv-bits 8, 4, 3 or 2 quantizes" in run(*own, "--kv-bits", "16", "--out", "no").err
     assert not Path("no").exists()
+
+
+def test_a_sweep_that_measures_nothing_fails():
+    Path("long.txt").write_text(" ".join([Path("text.txt").read_text()] * 3))
+    beyond = ("--tasks", "perplexity", "--text", "long.txt", "--lengths", "8K", "--samples", "1")
+    result = run("sweep", MODEL, "--kv-bits", "8", *beyond, "--out", "beyond")
+    assert result.code == 1
+    assert "perplexity: samples left out, original: " in result.err
+    assert result.err.splitlines()[-1] == "kvsurgery: nothing was measured: every sample is left out"
+    assert Path("beyond/sweep.json").exists()
 
 
 @pytest.mark.parametrize(
