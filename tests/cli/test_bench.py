@@ -94,7 +94,7 @@ def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch, tmp_pat
     here |= {Path("swept"), Path("evaluated")}
     assert "swept holds a sweep" in refused("bench", converted.folder, *QUICK, "--out", "swept")
     line = refused("bench", converted.folder, *QUICK, "--out", "evaluated")
-    assert f"results.json in evaluated is of another checkpoint than {converted.folder}; give another --out" in line
+    assert f"results.json in evaluated is of another checkpoint than {converted.folder}; give another folder" in line
     monkeypatch.setattr("kvsurgery.bench.contenders.free_bytes", lambda device: 1000)
     assert "1000 B are free on cpu" in refused("bench", converted.folder, *QUICK)
     assert set(Path().iterdir()) == here
