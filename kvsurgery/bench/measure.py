@@ -52,8 +52,9 @@ class Workload:
     def __post_init__(self) -> None:
         for name, minimum in {"lengths": 1, "batches": 1, "new": WARM + 1, "chunk": 1, "rounds": 1}.items():
             value = getattr(self, name)
-            if min(value if isinstance(value, tuple) else (value,), default=0) < minimum:
-                raise KVSurgeryError(f"{name} must be {minimum} or more, got {value}")
+            smallest_value = min(value, default=0) if isinstance(value, tuple) else value
+            if smallest_value < minimum:
+                raise KVSurgeryError(f"`{name}` must be {minimum} or more, got {smallest_value}")
 
     @property
     def cells(self) -> list[tuple[int, int]]:

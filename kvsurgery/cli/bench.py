@@ -108,7 +108,11 @@ def bench(
     dtype = chosen_dtype(dtype, folder, device)
     defaults = default_workload(folder, device, new)
     workload = replace(
-        defaults, lengths=lengths or defaults.lengths, batches=batches, chunk=chunk or defaults.chunk, rounds=rounds
+        defaults,
+        lengths=lengths or defaults.lengths,
+        batches=batches,
+        chunk=defaults.chunk if chunk is None else chunk,
+        rounds=rounds,
     )
     if out is not None:
         check_neighbor(out, folder, evaluation.FILE)

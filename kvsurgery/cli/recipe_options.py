@@ -306,8 +306,8 @@ def in_flags(message: str) -> str:
     names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp"]
     names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
     names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
-    names += ["how", "base_model"]
+    names += ["how", "base_model", "batches", "rounds"]
     flags = {name: flag(name) for name in names}
-    flags |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}
+    flags |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked", "new": "--new-tokens"}
     flags |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}
     return re.sub(r"`([a-z_.]+)`", lambda match: flags.get(match[1], match[0]), message)

@@ -190,7 +190,7 @@ def test_what_fails(pair: list[Contender], monkeypatch: pytest.MonkeyPatch) -> N
         ({"lengths": ()}, "lengths"),
         ({"lengths": (5, 0)}, "lengths"),
         ({"batches": (-1,)}, "batches"),
-        ({"new": WARM}, f"new must be {WARM + 1} or more"),
+        ({"new": WARM}, f"`new` must be {WARM + 1} or more"),
         ({"chunk": 0}, "chunk"),
         ({"rounds": 0}, "rounds"),
     ],

@@ -87,7 +87,6 @@ def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch, tmp_pat
     line = refused("bench", converted.folder, "--new-tokens", 600)
     assert "1 and 600 new tokens are beyond the 512 positions" in line
     assert "torch cannot use the device cuda" in refused("bench", converted.folder, "--device", "cuda")
-    assert "new must be 5 or more" in refused("bench", converted.folder, "--new-tokens", 4)
     assert "is neither a folder nor a Hub id" in refused("bench", converted.folder, "--source", "no/such/folder")
     builders.sweep().save(builders.saved(tmp_path / "swept"))
     builders.results().save(builders.saved(tmp_path / "evaluated"))
@@ -100,6 +99,13 @@ def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert set(Path().iterdir()) == here
     Path("file").write_text("")
     assert "file is not a folder" in refused("bench", converted.folder, "--out", "file/report")
+
+
+def test_numbers_are_checked_before_a_model_is_loaded(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "load_models", lambda *_: pytest.fail("they are loaded"))
+    for option, least in {"--new-tokens": 5, "--chunk": 1, "--lengths": 1, "--batches": 1, "--rounds": 1}.items():
+        line = refused("bench", converted.folder, option, least - 1)
+        assert line == f"kvsurgery: {option} must be {least} or more, got {least - 1}"
 
 
 def test_a_damaged_checkpoint(converted: Converted) -> None:
