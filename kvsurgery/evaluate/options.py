@@ -40,6 +40,6 @@ class Options:
         for name in ("limit", "batch", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise KVSurgeryError(f"{name} must be 1 or more, got {value}")
+                raise KVSurgeryError(f"`{name}` must be 1 or more, got {value}")
         if self.seed < 0:
-            raise KVSurgeryError(f"seed must be 0 or more, got {self.seed}")
+            raise KVSurgeryError(f"`seed` must be 0 or more, got {self.seed}")

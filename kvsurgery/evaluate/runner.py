@@ -214,12 +214,14 @@ class Evaluation:
             "samples": blake3(content.encode()).hexdigest()[:32],
         }
         try:
-            if (self.folder / SETTINGS).exists():
+            is_begun = (self.folder / SETTINGS).exists()
+            if is_begun:
                 check_settings(self.folder, settings)
-                return
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / SAMPLES, content)
-            write_settings(self.folder, {**settings, "models": {}})
+            if not is_begun or not (self.folder / SAMPLES).exists():
+                write_whole(self.folder / SAMPLES, content)
+            if not is_begun:
+                write_settings(self.folder, {**settings, "models": {}})
         except OSError as error:
             raise OutputError(f"cannot write {self.folder}: {error.strerror}") from error
 
