@@ -263,11 +263,18 @@ def page(name: str = "docs/results.md") -> str:
 
 def test_the_documented_tables_are_the_committed_results() -> None:
     said = (ROOT / "docs" / "results.md").read_text()
-    for name in ("which-heads", "which-heads-answers", "which-heads-2048", "which-heads-4096", "which-heads-windows"):
+    for name in (
+        "which-heads",
+        "which-heads-answers",
+        "which-heads-2048",
+        "which-heads-4096",
+        "which-heads-8000",
+        "which-heads-windows",
+    ):
         found = results(name)
         for size in heads_report.windows(found):
             assert "\n".join(heads_report.table(found, size)) in said
-    for name in ("which-heads-2048", "which-heads-4096"):
+    for name in ("which-heads-2048", "which-heads-4096", "which-heads-8000"):
         assert "\n".join(heads_report.depth_table(results(name), "64+256")) in said
     for name in ("smollm2", "bundled"):
         assert "\n".join(selections.table(results(f"selections-{name}"))) in said
@@ -342,12 +349,16 @@ def test_what_the_docs_say_of_scores_beside_each_other() -> None:
 
 
 def test_the_default_window_keeps_what_the_docs_say() -> None:
-    rows = {row.heads: row for row in heads_report.rows(results("which-heads-2048"), "64+256")}
+    rows = {
+        row.heads: row
+        for row in heads_report.rows(results("which-heads-2048"), "64+256")
+        if row.heads == "original" or row.share == 50
+    }
     original, random = rows["original"].scores, rows["random"]
     kept = {name: f"{row.scores.recall.mean / original.recall.mean:.0%}" for name, row in rows.items()}
     more = {name: f"{row.scores.ratio.mean - 1:.1%}" for name, row in rows.items()}
     assert (
-        f"Gates keep {kept['gates']} of the facts that the original recalls, and perplexity rises by {more['gates']}; "
+        f"gates keep {kept['gates']} of the facts that the original recalls, and perplexity rises by {more['gates']}; "
         f"attention keeps {kept['attention']} ({more['attention']}), measured losses {kept['measured loss']} "
         f"({more['measured loss']}), and ER {kept['er']} ({more['er']})."
     ) in page()
@@ -361,6 +372,36 @@ def test_the_default_window_keeps_what_the_docs_say() -> None:
         assert own.more.low < 0 < own.more.high
         assert own.recall.low > random.scores.recall.high
     assert rows["first layers"].scores.outside.mean == 0
+
+
+def test_other_shares_with_the_default_window_keep_what_the_docs_say() -> None:
+    original, *choices = heads_report.rows(results("which-heads-2048"), "64+256")
+    rows = {(row.heads, row.share): row.scores for row in choices}
+    most = max(rows[heads, 75].ratio.mean - 1 for heads in ("gates", "er", "attention"))
+    assert f"perplexity rises by {most:.1%} at most. A quarter" in page()
+    quarter = rows["gates", 25]
+    kept = f"{quarter.recall.mean / original.scores.recall.mean:.0%}"
+    more = f"{quarter.ratio.mean - 1:.1%}"
+    assert f"A quarter by gates keeps {kept} of the facts, with perplexity {more} higher." in page()
+    for heads in ("gates", "er", "attention"):
+        assert rows[heads, 75].more.high >= 0 >= rows[heads, 33].more.low
+    assert quarter.more.high > 0
+    assert f"ER and attention lose {-100 * rows['er', 25].more.mean:.0f} points" in page()
+    assert round(rows["er", 25].more.mean, 2) == round(rows["attention", 25].more.mean, 2)
+    assert max(rows["er", 25].more.high, rows["attention", 25].more.high) < 0
+    blind = [scores.more.mean for (heads, _), scores in rows.items() if heads in ("first layers", "random")]
+    assert f"first layers and random heads lose {-100 * max(blind):.0f} points or more at every share." in page()
+
+
+def test_half_of_the_heads_lose_nothing_at_the_end_of_the_context_if_chosen_well() -> None:
+    rows = {row.heads: row.scores for row in heads_report.rows(results("which-heads-8000"), "64+256")}
+    recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
+    assert recall["er"] == recall["gates of longer prompts"]
+    assert (
+        f"Half of the heads by ER, or by gates of longer prompts, recall {recall['er']}, and by the first gates "
+        f"{recall['gates']}."
+    ) in page()
+    assert f"the original itself recalls only {recall['original']}." in page()
 
 
 def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
