@@ -229,7 +229,8 @@ def _parse_json(line: str, place: str) -> Any:
 
 def _check_row(row: Any, columns: Columns, place: str) -> None:
     if not isinstance(row, dict):
-        raise TextError(f"{place}: not a JSON object with the fields {', '.join(columns)}")
+        fields_text = f" with the fields {', '.join(columns)}" if columns else ""
+        raise TextError(f"{place}: not a JSON object{fields_text}")
     for name, kind in columns.items():
         if name not in row:
             raise TextError(f'{place}: "{name}" is missing; the fields are {", ".join(columns)}')

@@ -107,11 +107,15 @@ def test_a_limit_is_of_each_task(tmp_path):
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("longdep_qa", {"input": 3}, 'longdep_qa.jsonl, row 2: "input" must be text'),
+        ("longdep_qa", {"input": 3}, 'longdep_qa.jsonl, row 2: "input" or "context" must be text, the document'),
         ("longdep_qa", {"qa_pairs": "[{"}, 'longdep_qa.jsonl, row 2: "qa_pairs" must be a list of questions'),
         ("longdep_qa", {"qa_pairs": "open('x')"}, 'longdep_qa.jsonl, row 2: "qa_pairs" must be a list of questions'),
-        ("longdep_qa", {"qa_pairs": [{"Q": "?"}]}, "longdep_qa.jsonl, row 2: an answer must be text, got None"),
-        ("shortdep_cloze", {"qa_pairs": [QUESTION]}, "row 2: an answer to a cloze must give a name for each mask"),
+        (
+            "longdep_qa",
+            {"qa_pairs": [{"Q": "?"}]},
+            'row 2: an answer, "A", "answer" or "output", must be text, got None',
+        ),
+        ("shortdep_cloze", {"qa_pairs": [QUESTION]}, 'row 2: the answer to a cloze, "A" or "answer", must give a name'),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, task, row, message):

@@ -87,6 +87,12 @@ def test_a_bad_row_is_named(tmp_path, line, message):
             read(path)
 
 
+def test_a_row_of_no_fixed_columns_is_an_object(tmp_path):
+    path = write(tmp_path, "[1]")
+    with pytest.raises(TextError, match=r"row 1: not a JSON object$"):
+        next(read_rows(path, {}, config="all", split="test"))
+
+
 def test_files_that_are_none(tmp_path, monkeypatch):
     for name in ("none.jsonl", "./none/rows", "a\0b"):
         with pytest.raises(TextError, match=r"cannot read rows of .*: there is no such file, and it is not the Hub id"):

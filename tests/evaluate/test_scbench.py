@@ -107,7 +107,7 @@ def test_a_limit_is_of_each_task(tmp_path):
     ("task", "row", "message"),
     [
         ("kv", {"multi_turns": []}, 'scbench_kv.jsonl, row 2: "multi_turns" must be a list of questions'),
-        ("kv", {"context": None}, 'scbench_kv.jsonl, row 2: "context" must be text'),
+        ("kv", {"context": None}, 'scbench_kv.jsonl, row 2: "context" or "input" must be text or a list'),
         ("kv", {"multi_turns": [{"input": 3}]}, 'scbench_kv.jsonl, row 2, question 1: "input" must be text'),
         ("kv", {"multi_turns": [{"input": "?"}]}, 'scbench_kv.jsonl, row 2, question 1: "answer" must be texts'),
         ("choice_eng", {"multi_turns": turns("kv")}, 'row 2, question 1: "options" must be four texts'),

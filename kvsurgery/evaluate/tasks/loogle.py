@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from kvsurgery.errors import TextError
+from kvsurgery.errors import TextError, short
 from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import named_files, numbered_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
@@ -51,7 +51,7 @@ class LoogleTask:
             # files call the document `input`, the Hub calls it `context`
             document = row.get("context", row.get("input"))
             if not isinstance(document, str):
-                raise TextError(f'{place}: "input" must be text')
+                raise TextError(f'{place}: "input" or "context" must be text, the document')
             for turn, pair in enumerate(_pairs(row, place)):
                 masks, answers = _masks_and_answers(pair.get("A"), spec["metric"], place)
                 prompt = template.format(input=document, Q=pair.get("Q", ""))
@@ -101,10 +101,10 @@ def _masks_and_answers(answer: Any, metric: str, place: str) -> tuple[tuple[str,
             or not names_by_mask
             or not all(isinstance(name, str) for name in names_by_mask.values())
         ):
-            raise TextError(f"{place}: an answer to a cloze must give a name for each mask")
+            raise TextError(f'{place}: the answer to a cloze, "A" or "answer", must give a name for each mask')
         return tuple(names_by_mask), tuple(names_by_mask.values())
     if not isinstance(answer, str):
-        raise TextError(f"{place}: an answer must be text, got {answer!r}"[:200])
+        raise TextError(f'{place}: an answer, "A", "answer" or "output", must be text, got {short(answer)}')
     return (), (answer,)
 
 

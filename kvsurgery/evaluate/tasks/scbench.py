@@ -143,7 +143,7 @@ def _parts(
     """int64 [tokens] each: the context, cut so that every question has room after it, and the questions."""
     context = row.get("context", row.get("input"))  # variable tracking has it there, and lists are of numbers
     if not isinstance(context, str | list):
-        raise TextError(f'{place}: "context" must be text')
+        raise TextError(f'{place}: "context" or "input" must be text or a list')
     text = TASKS[task].get("context", "{context}").format(context=context)
     parts = [turn_with_context(reader.tokenizer, text, question.text) for question in questions]
     context_tokens, question_tokens = parts[0][0], [tokens for _, tokens in parts]
