@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ def evaluate(
     page = write_report(out)
     console.stderr.print(f"wrote {page}, and results.json beside it")
     if as_json:
-        click.echo(json.dumps(asdict(results), indent=2))
+        click.echo(json.dumps(results.to_json(), indent=2))
     else:
         _show(results)
     check_measured(results.tasks)

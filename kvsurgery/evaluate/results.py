@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.system.files import document, write_whole
+from kvsurgery.system.files import document, json_values, write_whole
 
 FILE = "results.json"
 SETTINGS = "settings.json"  # of an evaluation or a sweep: its samples, and the models that answered
@@ -19,11 +20,16 @@ PERPLEXITY = "perplexity"
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over samples and its 95% bootstrap interval."""
+    """A mean over samples and its 95% bootstrap interval; NaN where a model's losses are no numbers."""
 
     mean: float
     low: float
     high: float
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Interval:
+        """Read the dict that `asdict` makes, in which a number may be None."""
+        return cls(**_numbers(fields))
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,9 @@ class TaskResult:
         """
         difference = fields["difference"]
         parsed_fields: dict[str, Any] = {
-            "scores": {name: Interval(**interval) for name, interval in fields["scores"].items()},
-            "difference": difference and Interval(**difference),
-            "cells": tuple(Cell(**cell) for cell in fields["cells"]),
+            "scores": {name: Interval.from_json(interval) for name, interval in fields["scores"].items()},
+            "difference": difference and Interval.from_json(difference),
+            "cells": tuple(Cell(**{**cell, "scores": _numbers(cell["scores"])}) for cell in fields["cells"]),
         }
         return cls(**{**fields, **parsed_fields})
 
@@ -105,10 +111,13 @@ class Results:
     kv_bytes: int | None = None
     dense_bytes: int | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """The same in plain JSON values."""
+        return json_values({"format": FORMAT, "version": VERSION, **asdict(self)})
+
     def save(self, folder: Path) -> None:
         """Write `results.json`."""
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        write_whole(folder / FILE, json.dumps(content, indent=1) + "\n")
+        write_whole(folder / FILE, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Results:
@@ -120,3 +129,8 @@ class Results:
         with document(folder / FILE, (FORMAT, VERSION), "kvsurgery eval") as content:
             tasks = tuple(TaskResult.from_json(fields) for fields in content.pop("tasks"))
             return cls(**content, tasks=tasks)
+
+
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Numbers by name, NaN for None."""
+    return {name: math.nan if value is None else value for name, value in values.items()}

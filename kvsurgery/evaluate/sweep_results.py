@@ -11,7 +11,7 @@ from typing import Any
 
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, Interval, TaskResult
 from kvsurgery.policy.layer_bits import UNQUANTIZED
-from kvsurgery.system.files import document, write_table, write_whole
+from kvsurgery.system.files import document, json_values, write_table, write_whole
 
 FILE, TABLE = "sweep.json", "sweep.csv"
 FORMAT, VERSION = "kvsurgery.sweep", 1
@@ -91,7 +91,7 @@ class Sweep:
 
     def to_json(self) -> dict[str, Any]:
         """The same in plain JSON values."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json_values({"format": FORMAT, "version": VERSION, **asdict(self)})
 
     def save(self, folder: Path) -> None:
         """Write `sweep.json` and, for spreadsheets, `sweep.csv` with a row for each setting, task and metric."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -88,6 +89,15 @@ def parse_json(text: str) -> Any:
                 message = f"\\{half} is half of a character; write both halves, or leave it out"
                 raise json.JSONDecodeError(message, text, escape.start())
     return value
+
+
+def json_values(value: Any) -> Any:
+    """A value of a dataclass's `asdict` in JSON's own values: None for a number that JSON lacks, NaN or an infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: json_values(entry) for name, entry in value.items()}
+    return [*map(json_values, value)] if isinstance(value, list | tuple) else value
 
 
 def write_whole(path: Path, content: str) -> None:

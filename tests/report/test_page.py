@@ -1,13 +1,15 @@
 """The page that `write_report` makes, as a reader without a network has it."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
 import pytest
 
 from kvsurgery.errors import KVSurgeryError, OutputError
-from kvsurgery.report import write_report
+from kvsurgery.evaluate.results import Cell, Interval, Results
+from kvsurgery.report import write_comparison, write_report
 from kvsurgery.report.colors import DARK, LIGHT
 from tests.report import builders
 from tests.report.reading import Page
@@ -38,6 +40,30 @@ def test_it_needs_no_other_file_and_no_script(page):
 def test_ids_are_of_one_element_each(page):
     ids = page.values("id")
     assert len(ids) == len(set(ids))
+
+
+def test_scores_that_are_no_numbers_are_null_in_the_file_and_shown(tmp_path):
+    """A model whose losses overflow has them; JSON has no NaN."""
+    none = Interval(float("nan"), float("nan"), float("inf"))
+    cells = tuple(Cell({"tokens": tokens}, 9, {"original": 8.0, "converted": float("nan")}) for tokens in (100, 200))
+    pair = {"original": builders.interval(8.0), "converted": none}
+    task = builders.task("perplexity", 8, 8, "perplexity", scores=pair, difference=none, cells=cells)
+    page = written(tmp_path, builders.results(tasks=(task,)))
+    assert page.table("Scores of each task")[-1][2:] == ["nan nan–nan", "nan nan to nan no clear difference"]
+    saved = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)["tasks"][0]
+    assert saved["scores"]["converted"] == {"mean": None, "low": None, "high": None}
+    assert saved["cells"][0]["scores"] == {"original": 8.0, "converted": None}
+    # files of older versions have it bare
+    path = tmp_path / "results.json"
+    path.write_text(path.read_text().replace('"low": null', '"low": NaN'))
+    assert math.isnan(Results.load(tmp_path).tasks[0].scores["converted"].low)
+    original = (replace(task, scores={"original": pair["original"]}, difference=None, cells=()),)
+    points = [replace(point, tasks=(task,)) for point in builders.sweep().points[:2]]
+    found = builders.sweep(original=original, points=tuple(points))
+    found.save(builders.saved(tmp_path / "swept"))
+    json.loads((tmp_path / "swept/sweep.json").read_text(), parse_constant=pytest.fail)
+    write_comparison([tmp_path / "swept"], tmp_path / "page")
+    assert "nan" in " ".join(" ".join(row) for row in Page(tmp_path / "page/index.html").table("Settings of swept"))
 
 
 def test_every_table_has_a_caption_and_every_picture_a_description(page):
