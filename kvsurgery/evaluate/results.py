@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class TaskResult:
         parsed_fields: dict[str, Any] = {
             "scores": {name: Interval.from_json(interval) for name, interval in fields["scores"].items()},
             "difference": difference and Interval.from_json(difference),
-            "cells": tuple(Cell(**{**cell, "scores": _numbers(cell["scores"])}) for cell in fields["cells"]),
+            "cells": tuple(Cell(cell["facts"], cell["count"], _numbers(cell["scores"])) for cell in fields["cells"]),
         }
         return cls(**{**fields, **parsed_fields})
 
@@ -99,6 +99,7 @@ class Results:
         tokens: of the longest sample and its answer.
         kv_bytes, dense_bytes: of the converted and of the original model's KV cache of this many tokens, one sequence;
             None where no converted model was evaluated, and in files of version 0.1.0.
+        left_out: of tasks without a score, samples that some model did not answer, by the reason.
     """
 
     models: Mapping[str, str]
@@ -110,6 +111,7 @@ class Results:
     tokens: int | None = None
     kv_bytes: int | None = None
     dense_bytes: int | None = None
+    left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The same in plain JSON values."""

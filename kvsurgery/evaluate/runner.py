@@ -32,7 +32,7 @@ from kvsurgery.evaluate.records import (
 from kvsurgery.evaluate.results import CONVERTED, SETTINGS, Results
 from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, limited_samples
 from kvsurgery.evaluate.standing import Steps, standing
-from kvsurgery.evaluate.statistics import task_result
+from kvsurgery.evaluate.statistics import skip_counts, task_result
 from kvsurgery.evaluate.trial import Trial
 from kvsurgery.system.files import write_whole
 from kvsurgery.system.processes import Processes, started_processes
@@ -186,7 +186,10 @@ class Evaluation:
         answers = {role: self.answers(name) for role, name in models.items()}
         model_entries = {role: settings["models"][name] for role, name in models.items()}
         by_metric: dict[tuple[str, str], list[Sample]] = {}
+        unscored: dict[str, list[Sample]] = {}
         for sample in self.samples:
+            if not sample.metrics:
+                unscored.setdefault(sample.task, []).append(sample)
             for metric in sample.metrics:
                 by_metric.setdefault((sample.task, metric), []).append(sample)
         return Results(
@@ -199,6 +202,7 @@ class Evaluation:
                 task_result(task, metric, samples, answers, self.options.seed)
                 for (task, metric), samples in by_metric.items()
             ),
+            left_out={task: counts for task, samples in unscored.items() if (counts := skip_counts(samples, answers))},
         )
 
     def _path(self, name: str) -> Path:

@@ -37,10 +37,6 @@ def task_result(
         for model, records in answers.items()
     }
     common_keys = _common_keys(samples, values)
-    skip_reasons = (
-        next(f"{model}: {reason}" for model, records in answers.items() if (reason := records[key].get("skipped")))
-        for key in {sample.key for sample in samples} - {*common_keys}
-    )
     scores: dict[str, Interval] = {}
     difference = None
     if common_keys:
@@ -49,10 +45,19 @@ def task_result(
         scores = {model: interval(means[place], resampled[place]) for place, model in enumerate(values)}
         if len(values) == 2 and len(common_keys) > 1:  # one sample says nothing about another
             difference = interval(means[1] - means[0], resampled[1] - resampled[0])
-    skipped = dict(sorted(Counter(skip_reasons).items()))
-    return TaskResult(
-        task, metric, len(common_keys), skipped, scores, difference, tuple(_cells(samples, values, metric))
-    )
+    cells = tuple(_cells(samples, values, metric))
+    return TaskResult(task, metric, len(common_keys), skip_counts(samples, answers), scores, difference, cells)
+
+
+def skip_counts(samples: Sequence[Sample], answers: Mapping[str, Records]) -> dict[str, int]:
+    """How many samples some model did not answer, by that model and its reason."""
+    reasons_by_key = {
+        sample.key: [
+            f"{model}: {reason}" for model, records in answers.items() if (reason := records[sample.key].get("skipped"))
+        ]
+        for sample in samples
+    }
+    return dict(sorted(Counter(reasons[0] for reasons in reasons_by_key.values() if reasons).items()))
 
 
 def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -106,11 +106,14 @@ def _page(results: Results | None, bench: Bench | None, page_charts: tuple[Chart
         compared=results is not None and any(task.difference for task in results.tasks),
         grids=findings.grids(results) if results else (),
         curves=findings.curves(results) if results else (),
-        skipped=[
-            (task.task, reason, count)
-            for task in (results.tasks if results else ())
-            for reason, count in task.skipped.items()
-        ],
+        skipped=[*_skipped(results)] if results else [],
         bench=bench,
         runs=runs,
     )
+
+
+def _skipped(results: Results) -> Iterator[tuple[str, str, int]]:
+    """Tasks, reasons and numbers of samples, once for a task with several metrics."""
+    for task, counts in {**{task.task: task.skipped for task in results.tasks}, **results.left_out}.items():
+        for reason, count in counts.items():
+            yield task, reason, count

@@ -106,5 +106,7 @@ def test_questions_without_an_answer_are_counted(tmp_path):
             yield from (replace(sample, limit=5000) for sample in super().samples(reader, limit))
 
     noted = []
-    evaluate({"original": MODEL}, {"talk": Long()}, tmp_path, Options(), device="cpu", note=noted.append)
+    results = evaluate({"original": MODEL}, {"talk": Long()}, tmp_path, Options(), device="cpu", note=noted.append)
+    assert results.left_out == {"talk": {"original: prompt and answer are beyond 4096 positions": 2}}
+    assert Results.load(tmp_path) == results
     assert noted[0].endswith("talk-original.jsonl (2 left out: prompt and answer are beyond 4096 positions)")
