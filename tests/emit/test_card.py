@@ -8,6 +8,7 @@ import yaml
 from kvsurgery.emit.card import kv_table, model_card, with_section
 from kvsurgery.emit.config import converted_config
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.lengths import length_name
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 
@@ -63,7 +64,7 @@ def test_card_states_what_was_done(decided):
     assert policy.hash[:16] in card
     assert profile.hash[:16] in card
     for row in kv_table(config):
-        assert f"| {row['tokens']} |" in card
+        assert f"| {length_name(row['tokens'])} |" in card
         assert f"{row['after'] / row['before']:.2f}" in card
 
 
