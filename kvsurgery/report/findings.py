@@ -13,6 +13,8 @@ from kvsurgery.evaluate.results import ORIGINAL, PERPLEXITY, Cell, Interval, Res
 # facts that say how long a sample is, in numbers or in words
 LENGTHS = ("tokens", "length", "words")
 SIZES = ("short", "medium", "long")  # what LongBench v2 calls lengths
+BETTER, WORSE, UNCLEAR = FINDINGS = ("better", "worse", "no clear difference")
+FEWEST_SAMPLES = 8  # a bootstrap interval of fewer is too narrow
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,15 @@ def curves(results: Results) -> tuple[Curve, ...]:
 
 
 def verdict(task: TaskResult) -> str:
-    """What the interval of the difference says."""
+    """What the interval of the difference says: one of `FINDINGS`, or why it says nothing."""
     difference = task.difference
-    if difference is None or not (difference.low > 0 or difference.high < 0):  # nor where it is no number
-        return "no clear difference"
-    return "better" if (difference.mean < 0) == (task.metric == PERPLEXITY) else "worse"
+    if task.count < FEWEST_SAMPLES:
+        return "too few samples"
+    if difference is not None and (difference.low > 0 or difference.high < 0):  # not where it is no number
+        return BETTER if (difference.mean < 0) == (task.metric == PERPLEXITY) else WORSE
+    if task.metric != PERPLEXITY and ORIGINAL in task.scores and task.scores[ORIGINAL].mean == 0:
+        return "original scores 0"
+    return UNCLEAR
 
 
 def _curve(name: str, tasks: Sequence[TaskResult], names: Iterable[str]) -> Curve | None:

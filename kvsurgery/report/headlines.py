@@ -12,7 +12,7 @@ from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, Results
 from kvsurgery.heads.kinds import BUDGETED, FULL, KINDS, decided_kinds, kinds_of
 from kvsurgery.report.charts import tokens
-from kvsurgery.report.findings import verdict
+from kvsurgery.report.findings import FINDINGS, WORSE, verdict
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def _surgery(surgery: Mapping[str, Any] | None) -> Iterator[Tile]:
 
 
 def _scores(results: Results | None) -> Iterator[Tile]:
-    compared_tasks = [task for task in results.tasks if task.difference] if results else []
-    if not compared_tasks:
+    verdicts = [verdict(task) for task in results.tasks if task.difference] if results else []
+    findings = [finding for finding in verdicts if finding in FINDINGS]
+    if not findings:
         return
-    worse_count = sum(verdict(task) == "worse" for task in compared_tasks)
     yield Tile(
-        f"{worse_count} of {len(compared_tasks)}",
-        f"score{'s' * (len(compared_tasks) > 1)} clearly worse than the original's",
+        f"{findings.count(WORSE)} of {len(findings)}",
+        f"score{'s' * (len(findings) > 1)} clearly worse than the original's",
     )
 
 

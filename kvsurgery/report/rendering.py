@@ -42,7 +42,8 @@ def render(template: str, **values: Any) -> str:
         "verdict": findings.verdict,
         "zip": zip,
     }
-    page = environment.get_template(template).render(tool=__version__, light=LIGHT, dark=DARK, **values)
+    constants = {"tool": __version__, "light": LIGHT, "dark": DARK, "fewest": findings.FEWEST_SAMPLES}
+    page = environment.get_template(template).render(**constants, **values)
     # a file may hold letters that UTF-8 has not
     return page.encode("utf-8", "replace").decode("utf-8")
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvsurgery.evaluate.results import Cell, Interval
 from kvsurgery.report.findings import change, curves, grids, verdict
+from kvsurgery.report.headlines import tiles
 from tests.report.builders import needle, results, task
 
 
@@ -64,6 +65,17 @@ def test_what_has_a_grid_or_a_single_length_has_no_curve():
 def test_verdicts(metric, low, high, found):
     difference = Interval((low + high) / 2, low, high)
     assert verdict(replace(task("any", 1, 1, metric), difference=difference)) == found
+    assert verdict(replace(task("any", 1, 1, metric, count=8), difference=difference)) == found
+    assert verdict(replace(task("any", 1, 1, metric, count=7), difference=difference)) == "too few samples"
+
+
+def test_no_loss_of_what_the_original_cannot_do_says_nothing():
+    assert verdict(task("any", 0, 0, "qa_f1", difference=Interval(0, 0, 0))) == "original scores 0"
+    assert verdict(task("any", 0, 0.3, "qa_f1")) == "better"
+    vague = [task("few", 0.9, 0.1, count=7), task("hard", 0, 0, difference=Interval(0, 0, 0))]
+    found = [*vague, task("clear", 0.9, 0.1), task("alike", 0.9, 0.9)]
+    assert [tile.figure for tile in tiles({"surgery": None}, results(tasks=tuple(found)), None)] == ["1 of 2"]
+    assert tiles({"surgery": None}, results(tasks=tuple(vague)), None) == []
 
 
 @pytest.mark.parametrize(
