@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     Columns = dict[str, Callable[[Row], str]]  # by its title, what a column shows
 
+NOTHING = "-"  # in place of what was not measured
+
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
@@ -145,15 +147,15 @@ def _show(results: Bench) -> None:
         "in chunks": lambda row: _milliseconds(row.chunked),
         "first token": lambda row: _milliseconds(row.first_token),
         "a step": lambda row: _milliseconds(row.decode),
-        "quartiles": lambda row: f"{1e3 * row.decode.low:.1f}–{1e3 * row.decode.high:.1f}" if row.decode else "-",
+        "quartiles": lambda row: f"{1e3 * row.decode.low:.1f}–{1e3 * row.decode.high:.1f}" if row.decode else NOTHING,
         "x original": lambda row: _times_faster(results, row),
-        "of floor": lambda row: f"{row.share:.1%}" if row.share else "-",
+        "of floor": lambda row: f"{row.share:.1%}" if row.share else NOTHING,
     }
     bandwidth, weights = console.size(results.bandwidth), console.size(results.weights)
     _print(results, f"Milliseconds on {results.versions['device']}, which reads {bandwidth} a second", times)
     memory: Columns = {
-        "KV bytes": lambda row: console.size(row.kv_bytes) if row.kv_bytes else "-",
-        "predicted": lambda row: console.size(row.predicted) if row.predicted else "-",
+        "KV bytes": lambda row: console.size(row.kv_bytes) if row.kv_bytes else NOTHING,
+        "predicted": lambda row: console.size(row.predicted) if row.predicted else NOTHING,
         "prefill": lambda row: _peak(row.prefill),
         "in chunks": lambda row: _peak(row.chunked),
         "first token": lambda row: _peak(row.first_token),
@@ -165,14 +167,14 @@ def _show(results: Bench) -> None:
 
 
 def _print(results: Bench, title: str, columns: Columns) -> None:
-    """A table of the rows that were measured."""
+    """A table of the rows that were measured, without the columns that none of them has."""
     from kvsurgery.display import console
 
+    measured_rows = [row for row in results.rows if not row.skipped]
+    columns = {name: cell for name, cell in columns.items() if any(cell(row) != NOTHING for row in measured_rows)}
     batches = len(results.settings["batches"]) > 1
     lines, last_group = [], None
-    for row in results.rows:
-        if row.skipped:
-            continue
+    for row in measured_rows:
         group = (*[f"{row.batch}"] * batches, f"{row.tokens:,}")
         group_cells = [""] * len(group) if group == last_group else group
         lines.append((*group_cells, row.contender, *(cell(row) for cell in columns.values())))
@@ -204,14 +206,14 @@ def _times_faster(results: Bench, row: Row) -> str:
         for other_row in results.rows
         if (other_row.contender, other_row.tokens, other_row.batch) == (ORIGINAL, row.tokens, row.batch)
     )
-    return f"{original.seconds / row.decode.seconds:.2f}" if original and row.decode else "-"
+    return f"{original.seconds / row.decode.seconds:.2f}" if original and row.decode else NOTHING
 
 
 def _milliseconds(phase: Phase | None) -> str:
-    return f"{1e3 * phase.seconds:,.1f}" if phase else "-"
+    return f"{1e3 * phase.seconds:,.1f}" if phase else NOTHING
 
 
 def _peak(phase: Phase | None) -> str:
     from kvsurgery.display import console
 
-    return console.size(phase.peak_bytes) if phase else "-"
+    return console.size(phase.peak_bytes) if phase else NOTHING

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvsurgery.bench import benchmark as module
 from kvsurgery.bench.results import Bench
-from kvsurgery.cli.bench import bench
+from kvsurgery.cli.bench import _show, bench
 from tests.helpers.command import done, refused
 from tests.helpers.families import make
 from tests.helpers.surgery import Converted, convert_folder
@@ -106,6 +107,17 @@ def test_numbers_are_checked_before_a_model_is_loaded(converted: Converted, monk
     for option, least in {"--new-tokens": 5, "--chunk": 1, "--lengths": 1, "--batches": 1, "--rounds": 1}.items():
         line = refused("bench", converted.folder, option, least - 1)
         assert line == f"kvsurgery: {option} must be {least} or more, got {least - 1}"
+
+
+def test_columns_without_a_value_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that tables of short prompts fit a narrow terminal."""
+    found = builders.bench(rows=tuple(replace(row, chunked=None) for row in builders.bench().rows[:2]))
+    _show(replace(found, settings={**found.settings, "batches": [1], "dtype": "float32", "processes": 1}))
+    lines = capsys.readouterr().out.splitlines()
+    times, memory = (" ".join(line.split()) for line in lines if "contender" in line)
+    assert times == "tokens contender prefill first token a step quartiles x original of floor"
+    assert memory == "tokens contender KV bytes predicted prefill first token decode"
+    assert max(map(len, lines)) <= 90
 
 
 def test_a_damaged_checkpoint(converted: Converted) -> None:
