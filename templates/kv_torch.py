@@ -127,7 +127,8 @@ def attend(
     if mask is not None:
         mask = mask.expand(-1, -1, folded_query.shape[2], -1)
     output = F.scaled_dot_product_attention(folded_query, keys, values, mask, scoring.dropout, scale=scoring.scale)
-    return output.view(batch, query_heads, tokens, head_dim)  # sizes one by one are read faster than a shape
+    # a GPU's attention lays heads behind tokens; sizes one by one are read faster than a shape
+    return output.reshape(batch, query_heads, tokens, head_dim)
 
 
 def attend_with_lse(

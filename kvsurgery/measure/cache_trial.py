@@ -177,7 +177,7 @@ class CacheTrial:
         head_states = [tensor.reshape(rows * heads, -1, *tensor.shape[2:]) for tensor in (query, *states)]
         visible, scoring = self._visible(layer, kinds, query.shape[2]), scoring_of(query, options)
         if scoring.sinks is None:
-            output = kv_torch.attend(*head_states, visible, scoring).view(query.shape)
+            output = kv_torch.attend(*head_states, visible, scoring).reshape(query.shape)
         else:  # a number for each query head, which lie together again
             output, lse = kv_torch.attend_with_lse(*head_states, visible, scoring)
             output = scoring.sunk(output.view(query.shape), lse.view(query.shape[:3]))

@@ -17,6 +17,7 @@ from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import Quantization
 from tests.helpers.emitted import emitted
 from tests.helpers.families import stock, tokens
+from tests.helpers.gpu_strides import lay_out_as_on_a_gpu
 from tests.helpers.measured_models import measured_model
 
 PROMPT, FOLLOWING = 300, 12
@@ -36,6 +37,18 @@ def log_probabilities(model, ids, cache=None):
 
 
 class TestTrial:
+    def test_attention_may_have_the_strides_of_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = stock("llama", num_hidden_layers=4).eval()
+        layers, ids = measured_model(original).layers, tokens(1, PROMPT + FOLLOWING)
+        changes = torch.ones(1, 4, 4, dtype=torch.int64)
+
+        def divergence() -> float:
+            return CacheTrial(original, layers, ids, PROMPT, [Window(3, 5)]).converted_divergence(changes).item()
+
+        expected = divergence()
+        lay_out_as_on_a_gpu(monkeypatch)
+        assert divergence() == pytest.approx(expected, rel=1e-4)
+
     @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
     @pytest.mark.parametrize(
         "how",

@@ -14,6 +14,7 @@ from kvsurgery.measure.training import GateOptions, KeptState, train_gates
 from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.version import TOOL
 from tests.helpers.families import stock
+from tests.helpers.gpu_strides import lay_out_as_on_a_gpu
 from tests.helpers.measured_models import measured_model
 
 OPTIONS = {"steps": 8, "lr": 0.1, "reg": 0.5, "sink": 3, "recent": 5, "batch": 2}
@@ -121,6 +122,12 @@ class TestSteps:
         profile, _ = train(measured_model(stock("qwen2")), steps=1)
         assert (profile.scores[:3] > 0).all()
         assert (profile.scores[3] == 0).all()
+
+    @pytest.mark.parametrize("loss", ["distill", "lm"])
+    def test_attention_may_have_the_strides_of_a_gpu(self, measured, monkeypatch, loss):
+        expected, _ = train(measured, steps=2, loss=loss)
+        lay_out_as_on_a_gpu(monkeypatch)
+        np.testing.assert_allclose(train(measured, steps=2, loss=loss)[0].scores, expected.scores, rtol=1e-5)
 
     def test_heads_of_a_converted_checkpoint_count_as_the_originals(self):
         order = (2, 0, 3, 1)

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.families import FAMILIES, WITH_STATES, largest, rounding, tokens
+from tests.helpers.gpu_strides import lay_out_as_on_a_gpu
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder
 
@@ -72,6 +73,15 @@ def test_mixed_heads_equal_the_dense_reference(mixed, family):
     assert cache.get_seq_length() == LENGTH
     # the streaming heads matter: a model that kept everything would be far off
     assert largest(logits(converted.stock, ids) - expected, expected) > 1e-2
+
+
+@pytest.mark.parametrize("size", [LENGTH, 7])
+def test_attention_may_have_the_strides_of_a_gpu(mixed, monkeypatch, size):
+    """Where Triton is missing, a GPU takes the path of a CPU."""
+    model, ids = mixed("llama").model, tokens(2, LENGTH)
+    expected, _ = chunked(model, ids, size)
+    lay_out_as_on_a_gpu(monkeypatch)
+    assert largest(chunked(model, ids, size)[0] - expected, expected) <= 1e-5
 
 
 @pytest.mark.parametrize(
