@@ -126,7 +126,7 @@ def _show(results: Results) -> None:
     console.stdout.print(console.table("Scores", columns, rows, left=2))
     for task in {task.task: task for task in results.tasks}.values():
         for reason, count in task.skipped.items():
-            console.stderr.print(f"{task.task}: {count} samples left out, {reason}")
+            console.stderr.print(f"{task.task}: {count} sample{'s' * (count != 1)} left out, {reason}")
 
 
 def cells(task: TaskResult, names: list[str]) -> Iterator[str]:

@@ -76,7 +76,7 @@ def test_nothing_that_could_be_asked_is_a_failure():
     asked = ("--tasks", "perplexity", "--text", "long.txt", "--lengths", "8K", "--samples", "1")
     result = run("eval", MODEL, *asked, "--out", "beyond")
     assert result.code == 1
-    assert "samples left out, original: " in result.err
+    assert "1 sample left out, original: " in result.err
     assert result.err.splitlines()[-1] == "kvsurgery: nothing was measured: every sample is left out"
     assert Path("beyond/index.html").exists()
 

@@ -108,6 +108,7 @@ def test_a_limit_is_of_each_task(tmp_path):
     ("task", "row", "message"),
     [
         ("longdep_qa", {"input": 3}, 'longdep_qa.jsonl, row 2: "input" or "context" must be text, the document'),
+        ("longdep_qa", {"qa_pairs": [{"Q": "", "A": "x"}]}, 'row 2: a question, "Q" or "question", must be text, got'),
         ("longdep_qa", {"qa_pairs": "[{"}, 'longdep_qa.jsonl, row 2: "qa_pairs" must be a list of questions'),
         ("longdep_qa", {"qa_pairs": "open('x')"}, 'longdep_qa.jsonl, row 2: "qa_pairs" must be a list of questions'),
         (

@@ -54,7 +54,10 @@ class LoogleTask:
                 raise TextError(f'{place}: "input" or "context" must be text, the document')
             for turn, pair in enumerate(_pairs(row, place)):
                 masks, answers = _masks_and_answers(pair.get("A"), spec["metric"], place)
-                prompt = template.format(input=document, Q=pair.get("Q", ""))
+                question = pair.get("Q")
+                if "{Q}" in template and not (isinstance(question, str) and question):
+                    raise TextError(f'{place}: a question, "Q" or "question", must be text, got {short(question)}')
+                prompt = template.format(input=document, Q=question)
                 yield Sample(
                     task=f"loogle/{task}",
                     name=f"{number}/{turn}",
@@ -77,7 +80,7 @@ class LoogleTask:
 def _pairs(row: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
     """Questions `Q` and answers `A` of a row: several in a file's, one in the Hub's, and none asked for a summary."""
     if "qa_pairs" not in row:
-        return [{"Q": row.get("question") or "", "A": row.get("answer")}]
+        return [{"Q": row.get("question"), "A": row.get("answer")}]
     if row["qa_pairs"] == "none":
         return [{"A": row.get("output")}]
     try:
