@@ -1,6 +1,8 @@
-"""Show what `which_heads.py` found: tables in Markdown, and a plot.
+"""Show what `which_heads.py` found: tables in Markdown, and plots.
 
 python benchmarks/real_model/heads_report.py which_heads.json --plot which_heads.png
+
+Several files, of texts of other lengths, are drawn beside each other.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ NAME = re.compile(r"(?P<heads>.+), (?P<share>\d+)% full, (?P<size>\d+\+\d+)")
 DRAW = re.compile(r"random \d+")
 RANDOM = "random"
 ORIGINAL = "original"
+FULL, RECALLED = "full KV heads, %", "facts outside the window recalled"
 
 
 @dataclass(frozen=True)
@@ -81,19 +85,19 @@ def table(report: Mapping[str, Any], size: str) -> list[str]:
     return lines
 
 
-def depth_table(report: Mapping[str, Any], size: str) -> list[str]:
-    """Lines of a Markdown table for one window: the facts recalled of those in each quarter of the texts, by choice of
-    heads; of random heads the mean over draws."""
+def depth_table(report: Mapping[str, Any], size: str, share: int) -> list[str]:
+    """Lines of a Markdown table for one window and share, in per cent: the facts recalled of those in each quarter of
+    the texts, by choice of heads; of random heads the mean over draws."""
     settings, results = report["settings"], report["results"]
     quarter = np.minimum(4 * np.array(report["places"]) // settings["length"], 3)
     grouped: dict[str, list[np.ndarray]] = {ORIGINAL: [np.array(results[ORIGINAL]["right"])]}
     for name, result in results.items():
         match = NAME.fullmatch(name)
-        if match and match["size"] == size:
+        if match and match["size"] == size and int(match["share"]) == share:
             heads = RANDOM if DRAW.fullmatch(match["heads"]) else match["heads"]
-            grouped.setdefault(f"{heads}, {match['share']}% full", []).append(np.array(result["right"]))
+            grouped.setdefault(heads, []).append(np.array(result["right"]))
     columns = [f"{name} quarter" for name in ("first", "second", "third", "last")]
-    lines = [f"| heads | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines = [f"| {share}% full | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for name, draws in grouped.items():
         recalled = np.mean(draws, axis=0)
         cells = [f"{recalled[quarter == number].sum():.3g} of {(quarter == number).sum()}" for number in range(4)]
@@ -109,20 +113,39 @@ def _tokens(size: str) -> tuple[int, int]:
 
 def plot(report: Mapping[str, Any], size: str, path: Path) -> None:
     """Recall and perplexity over the share of full heads, a line for each choice, bars for 95% intervals."""
-    [original_row, *choice_rows] = rows(report, size)
     figure = new_figure(11, 4.2)
     axes = figure.subplots(1, 2)
     for axis, value, label in zip(
-        axes, ("outside", "ratio"), ("facts outside the window recalled", "perplexity over the original's"), strict=True
+        axes, ("outside", "ratio"), (RECALLED, "perplexity over the original's"), strict=True
     ):
-        axis.axhline(getattr(original_row.scores, value).mean, color="0.4", linestyle=":", label="original")
-        for heads in dict.fromkeys(row.heads for row in choice_rows):
-            _line(axis, heads, value, [row for row in choice_rows if row.heads == heads])
-        axis.set(xlabel="full KV heads, %", ylabel=label)
-        axis.spines[["top", "right"]].set_visible(False)
+        _lines(axis, rows(report, size), value)
+        axis.set(xlabel=FULL, ylabel=label)
     axes[0].set_ylim(0, 1)
     axes[0].legend(frameon=False, fontsize="small")
     save_figure(figure, path)
+
+
+def plot_lengths(reports: Sequence[Mapping[str, Any]], size: str, path: Path) -> None:
+    """Recall over the share of full heads, for texts of each length, of the choices that have several shares."""
+    figure = new_figure(4.2 * len(reports), 4.2)
+    axes = np.atleast_1d(figure.subplots(1, len(reports), sharey=True))
+    for axis, report in zip(axes, reports, strict=True):
+        [original_row, *choice_rows] = rows(report, size)
+        shares = Counter(row.heads for row in choice_rows)
+        _lines(axis, [original_row, *(row for row in choice_rows if shares[row.heads] > 1)], "outside")
+        axis.set(xlabel=FULL, title=f"{report['settings']['length']:,} tokens", ylim=(0, 1))
+    axes[0].set_ylabel(RECALLED)
+    axes[-1].legend(frameon=False, fontsize="small")
+    save_figure(figure, path)
+
+
+def _lines(axis: Axes, all_rows: Sequence[Row], value: str) -> None:
+    """The original, which comes first, and each choice over its shares."""
+    [original_row, *choice_rows] = all_rows
+    axis.axhline(getattr(original_row.scores, value).mean, color="0.4", linestyle=":", label="original")
+    for heads in dict.fromkeys(row.heads for row in choice_rows):
+        _line(axis, heads, value, [row for row in choice_rows if row.heads == heads])
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _line(axis: Axes, heads: str, value: str, choice_rows: Sequence[Row]) -> None:
@@ -145,15 +168,20 @@ def _line(axis: Axes, heads: str, value: str, choice_rows: Sequence[Row]) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, metavar="JSON")
+    parser.add_argument("results", type=Path, nargs="+", metavar="JSON")
     parser.add_argument("--plot", type=Path, help="draw each window as a PNG, named after it")
     arguments = parser.parse_args()
-    report = json.loads(arguments.results.read_text())
-    for size in windows(report):
-        print("\n".join([f"window of the other heads: {size}", "", *table(report, size), ""]))
-        print("\n".join([*depth_table(report, size), ""]))
-        if arguments.plot:
-            plot(report, size, arguments.plot.with_name(f"{arguments.plot.stem}-{size}{arguments.plot.suffix}"))
+    reports = [json.loads(path.read_text()) for path in arguments.results]
+    for report in reports:
+        for size in windows(report):
+            shares = sorted({row.share for row in rows(report, size) if row.share}, reverse=True)
+            print(f"{report['settings']['length']:,} tokens, window of the other heads: {size}")
+            for lines in (table(report, size), *(depth_table(report, size, share) for share in shares)):
+                print("\n".join(["", *lines]))
+    if arguments.plot:
+        for size in windows(reports[0]):
+            path = arguments.plot.with_name(f"{arguments.plot.stem}-{size}{arguments.plot.suffix}")
+            plot(reports[0], size, path) if len(reports) == 1 else plot_lengths(reports, size, path)
 
 
 if __name__ == "__main__":

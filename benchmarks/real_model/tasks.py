@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,30 @@ class Group:
     limit: int
 
 
-def groups(text: str, babilong: str, ruler_lengths: list[int]) -> list[Group]:
+@dataclass(frozen=True)
+class Lengths:
+    """Of the prompts: tokens, or as BABILong calls its lengths."""
+
+    cloze: list[int]
+    ruler: list[int]
+    babilong: list[str]
+
+
+def groups(text: str, babilong: str, lengths: Lengths) -> list[Group]:
     """About a hundred questions each."""
     return [
-        Group("cloze, 512 tokens", "cloze", ClozeTask((512,), 100, text), 100),
+        *(
+            Group(f"cloze, {length:,} tokens", "cloze", ClozeTask((length,), 100, text), 100)
+            for length in lengths.cloze
+        ),
         *(
             Group(f"RULER, {length:,} tokens", "ruler", RulerTask((length,), RULER_TASKS, 25, text), 25)
-            for length in ruler_lengths
+            for length in lengths.ruler
         ),
-        Group("BABILong, 0k", "babilong", BabilongTask(babilong, BABILONG_TASKS, ("0k",)), 34),
+        *(
+            Group(f"BABILong, {length}", "babilong", BabilongTask(babilong, BABILONG_TASKS, (length,)), 34)
+            for length in lengths.babilong
+        ),
     ]
 
 
@@ -131,10 +146,12 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, action="append", required=True, help="head scores; called by file name")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text of passages and haystacks")
     parser.add_argument("--babilong", type=Path, required=True, help="folder with files such as qa1_0k.jsonl")
+    parser.add_argument("--cloze-lengths", type=int, nargs="*", default=[512], help="tokens of passages")
+    parser.add_argument("--ruler-lengths", type=int, nargs="*", default=[1024], help="tokens of RULER's prompts")
+    parser.add_argument("--babilong-lengths", nargs="*", default=["0k"], help="in the names of BABILong's files")
     parser.add_argument("--share", type=float, default=0.5, help="of heads that are full")
     parser.add_argument("--size", default="64+256", help="sinks and recent tokens of the other heads")
     parser.add_argument("--draws", type=int, default=1, help="choices of random heads")
-    parser.add_argument("--ruler-lengths", type=int, nargs="+", default=[1024], help="tokens of RULER's prompts")
     parser.add_argument("--only", action="append", help="choices by name, such as 'gates, 50%% full, 64+256'")
     parser.add_argument("--device", default="cpu", help="where models run, such as cuda")
     parser.add_argument("--answers", type=Path, required=True, help="folder of all questions and answers")
@@ -143,17 +160,18 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    task_groups = groups(str(arguments.text), str(arguments.babilong), arguments.ruler_lengths)
+    lengths = Lengths(arguments.cloze_lengths, arguments.ruler_lengths, arguments.babilong_lengths)
+    task_groups = groups(str(arguments.text), str(arguments.babilong), lengths)
     sink, recent = map(int, arguments.size.split("+"))
     profiles = {path.stem: load_scores(path) for path in arguments.profile}
     head_choices = choices(profiles, [arguments.share], [(sink, recent)], arguments.draws)
     settings = {"text": arguments.text.name, "ruler_tasks": RULER_TASKS, "babilong_tasks": BABILONG_TASKS}
-    settings["ruler_lengths"] = arguments.ruler_lengths
+    settings["lengths"] = asdict(lengths)
     report = (
         json.loads(arguments.json.read_text()) if arguments.json.exists() else {"settings": settings, "results": {}}
     )
-    if report["settings"]["ruler_lengths"] != arguments.ruler_lengths:
-        parser.error(f"{arguments.json} has RULER's prompts of other lengths: choose another file")
+    if report["settings"]["lengths"] != settings["lengths"]:
+        parser.error(f"{arguments.json} has prompts of other lengths: choose another file")
 
     def keep(name: str, checkpoint: Path) -> None:
         file_name = name.replace(" ", "-").replace("%", "").replace(",", "")

@@ -198,7 +198,8 @@ def test_the_table_counts_by_prompt_and_pairs_by_window(tmp_path: Path) -> None:
     ]
     assert "| 50% | gates | 50% [50%, 50%] | " in heads_report.table(FOUND, "4+60")[3]
     heads_report.plot(FOUND, "4+20", tmp_path / "heads.png")
-    assert (tmp_path / "heads.png").stat().st_size > 10_000
+    heads_report.plot_lengths([FOUND, FOUND], "4+20", tmp_path / "lengths.png")
+    assert min((tmp_path / name).stat().st_size for name in ("heads.png", "lengths.png")) > 10_000
 
 
 def test_draws_widen_an_interval() -> None:
@@ -275,7 +276,7 @@ def test_the_documented_tables_are_the_committed_results() -> None:
         for size in heads_report.windows(found):
             assert "\n".join(heads_report.table(found, size)) in said
     for name in ("which-heads-2048", "which-heads-4096", "which-heads-8000"):
-        assert "\n".join(heads_report.depth_table(results(name), "64+256")) in said
+        assert "\n".join(heads_report.depth_table(results(name), "64+256", 50)) in said
     for name in ("smollm2", "bundled"):
         assert "\n".join(selections.table(results(f"selections-{name}"))) in said
     for name in ("gates", "attention", "er"):
@@ -294,13 +295,14 @@ def test_facts_are_counted_by_depth() -> None:
             "gates, 50% full, 4+8": {"right": [0] * 5},
             "random 0, 50% full, 4+8": {"right": [1] * 5},
             "random 1, 50% full, 4+8": {"right": right},
+            "gates, 25% full, 4+8": {"right": [1] * 5},
             "gates, 50% full, 4+16": {"right": [1] * 5},
         },
     }
-    assert heads_report.depth_table(found, "4+8")[2:] == [
+    assert heads_report.depth_table(found, "4+8", 50)[2:] == [
         "| original | 1 of 2 | 1 of 1 | 1 of 1 | 0 of 1 |",
-        "| gates, 50% full | 0 of 2 | 0 of 1 | 0 of 1 | 0 of 1 |",
-        "| random, 50% full | 1.5 of 2 | 1 of 1 | 1 of 1 | 0.5 of 1 |",
+        "| gates | 0 of 2 | 0 of 1 | 0 of 1 | 0 of 1 |",
+        "| random | 1.5 of 2 | 1 of 1 | 1 of 1 | 0.5 of 1 |",
     ]
 
 
@@ -348,79 +350,109 @@ def test_what_the_docs_say_of_scores_beside_each_other() -> None:
     }
 
 
+MEASURED = ("gates", "gates of longer prompts", "er", "attention")
+
+
+def rows_by_choice(length: int) -> dict[tuple[str, int | None], heads_report.Row]:
+    rows = heads_report.rows(results(f"which-heads-{length}"), "64+256")
+    return {(row.heads, row.share): row for row in rows}
+
+
+@pytest.mark.parametrize("length", [2048, 4096, 8000])
+def test_measured_heads_recall_more_than_random_ones_at_every_length(length: int) -> None:
+    rows = rows_by_choice(length)
+    for share in (50, 33, 25):
+        random = rows["random", share]
+        assert len(random.draws) == 5
+        assert all(rows[heads, share].scores.recall.low > random.scores.recall.high for heads in MEASURED)
+        assert rows["first layers", share].scores.outside.mean == 0
+    assert all(rows[heads, 75].scores.recall.low < rows["random", 75].scores.recall.high for heads in MEASURED)
+    assert all(rows[heads, 75].scores.more.high >= 0 for heads in MEASURED)
+
+
 def test_the_default_window_keeps_what_the_docs_say() -> None:
-    rows = {
-        row.heads: row
-        for row in heads_report.rows(results("which-heads-2048"), "64+256")
-        if row.heads == "original" or row.share == 50
-    }
+    rows = {heads: row for (heads, share), row in rows_by_choice(2048).items() if share in (None, 50)}
     original, random = rows["original"].scores, rows["random"]
     kept = {name: f"{row.scores.recall.mean / original.recall.mean:.0%}" for name, row in rows.items()}
     more = {name: f"{row.scores.ratio.mean - 1:.1%}" for name, row in rows.items()}
+    longer, minutes = "gates of longer prompts", "gates of 20 minutes"
     assert (
         f"gates keep {kept['gates']} of the facts that the original recalls, and perplexity rises by {more['gates']}; "
         f"attention keeps {kept['attention']} ({more['attention']}), measured losses {kept['measured loss']} "
-        f"({more['measured loss']}), and ER {kept['er']} ({more['er']})."
+        f"({more['measured loss']}), gates of longer prompts {kept[longer]} ({more[longer]}), and ER {kept['er']} "
+        f"({more['er']})."
     ) in page()
     half = f"half of the heads, chosen by DuoAttention's gates, recall {kept['gates']} of the facts that the original"
     assert f"{half} recalls, and perplexity rises by {more['gates']}" in page("README.md")
     assert f"one recalls {random.draws[0]:.0%} of the facts and another {random.draws[-1]:.0%}" in page()
-    minutes = "gates of 20 minutes"
     assert f"keeps {kept[minutes]} of the facts, and perplexity rises by {more[minutes]}." in page()
-    for name in ("gates", minutes, "attention", "measured loss", "er"):
-        own = rows[name].scores
-        assert own.more.low < 0 < own.more.high
-        assert own.recall.low > random.scores.recall.high
-    assert rows["first layers"].scores.outside.mean == 0
+    assert all(rows[name].scores.more.low < 0 < rows[name].scores.more.high for name in (*MEASURED, "measured loss"))
 
 
-def test_other_shares_with_the_default_window_keep_what_the_docs_say() -> None:
-    original, *choices = heads_report.rows(results("which-heads-2048"), "64+256")
-    rows = {(row.heads, row.share): row.scores for row in choices}
-    most = max(rows[heads, 75].ratio.mean - 1 for heads in ("gates", "er", "attention"))
-    assert f"perplexity rises by {most:.1%} at most. A quarter" in page()
+def test_other_shares_keep_what_the_docs_say() -> None:
+    all_rows = {length: rows_by_choice(length) for length in (2048, 4096, 8000)}
+    rows = {choice: row.scores for choice, row in all_rows[2048].items()}
+    most = max(rows[heads, 75].ratio.mean - 1 for heads in MEASURED)
+    assert f"at 2,048 tokens perplexity rises by {most:.1%} at most. A quarter" in page()
     quarter = rows["gates", 25]
-    kept = f"{quarter.recall.mean / original.scores.recall.mean:.0%}"
+    kept = f"{quarter.recall.mean / rows['original', None].recall.mean:.0%}"
     more = f"{quarter.ratio.mean - 1:.1%}"
-    assert f"A quarter by gates keeps {kept} of the facts, with perplexity {more} higher." in page()
-    for heads in ("gates", "er", "attention"):
-        assert rows[heads, 75].more.high >= 0 >= rows[heads, 33].more.low
-    assert quarter.more.high > 0
+    assert f"A quarter by gates keeps {kept} of the facts there, with perplexity {more} higher;" in page()
     assert f"ER and attention lose {-100 * rows['er', 25].more.mean:.0f} points" in page()
     assert round(rows["er", 25].more.mean, 2) == round(rows["attention", 25].more.mean, 2)
-    assert max(rows["er", 25].more.high, rows["attention", 25].more.high) < 0
-    blind = [scores.more.mean for (heads, _), scores in rows.items() if heads in ("first layers", "random")]
-    assert f"first layers and random heads lose {-100 * max(blind):.0f} points or more at every share." in page()
+    assert max(rows["er", 25].more.high, rows["attention", 25].more.high) < 0 < quarter.more.high
+    least, highest = (
+        [
+            f"{100 * edge(all_rows[length][heads, 25].scores.recall.mean for heads in MEASURED):.0f}%"
+            for length in (4096, 8000)
+        ]
+        for edge in (min, max)
+    )
+    assert f"a quarter recalls {least[0]} to {highest[0]}, and at 8,000 tokens {least[1]} to {highest[1]}, by" in page()
+    for length, share in itertools.product((4096, 8000), (50, 33, 25)):
+        scores = [all_rows[length][heads, share].scores.recall.mean for heads in ("gates of longer prompts", "gates")]
+        assert (scores[0] > scores[1]) == (share == 50)
+
+    def lost(heads: str, share: int) -> list[float]:
+        return sorted(-100 * rows[heads, share].scores.more.mean for rows in all_rows.values())
+
+    random = [f"{number:.0f}" for share in (75, 50) for number in lost("random", share)[::2]]
+    assert "lose {} to {} points at 75%, and {} to {} at 50%.".format(*random) in page()
+    assert f"The first layers lose {lost('first layers', 75)[0]:.0f} points or more at every share." in page()
+    assert lost("first layers", 75)[0] == min(lost("first layers", share)[0] for share in (75, 50, 33, 25))
 
 
 def test_half_of_the_heads_lose_nothing_at_the_end_of_the_context_if_chosen_well() -> None:
-    rows = {row.heads: row.scores for row in heads_report.rows(results("which-heads-8000"), "64+256")}
+    rows = {heads: row.scores for (heads, share), row in rows_by_choice(8000).items() if share in (None, 50)}
     recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
     assert recall["er"] == recall["gates of longer prompts"]
     assert (
-        f"Half of the heads by ER, or by gates of longer prompts, recall {recall['er']}, and by the first gates "
-        f"{recall['gates']}."
+        f"the original itself recalls only {recall['original']}. Attention recalls {recall['attention']}, gates of "
+        f"20 minutes {recall['gates of 20 minutes']}, ER and gates of longer prompts {recall['er']}, and the first "
+        f"gates {recall['gates']}; of these differences, too, only the last has an interval without 0."
     ) in page()
-    assert f"the original itself recalls only {recall['original']}." in page()
+    assert {name for name in (*MEASURED, "gates of 20 minutes") if rows[name].more.high < 0} == {"gates"}
 
 
 def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
-    rows = {row.heads: row.scores for row in heads_report.rows(results("which-heads-4096"), "64+256")}
+    rows = {heads: row.scores for (heads, share), row in rows_by_choice(4096).items() if share in (None, 50)}
     recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
-    assert f"the model recalls {recall['gates']} of the facts, and the original {recall['original']}." in page()
-    assert f"With the heads that ER chooses it recalls {recall['er']}, a difference within its interval, " in page()
-    assert rows["er"].more.low < 0 < rows["er"].more.high
-    longer = "gates of longer prompts"
-    assert rows[longer].more.low < 0 < rows[longer].more.high
-    assert f"[{longer}](../examples/smollm2/README.md#profiles) {recall[longer]}." in page()
-    assert f"by {longer} {recall[longer]} (" in page("README.md")
-    assert recall["first layers"] == recall["random"]
-    assert f"a draw of random heads recall {recall['random']}, and no fact outside of the window." in page()
-    assert rows["first layers"].outside.mean == rows["random"].outside.mean == 0
-    assert f"heads chosen by HeadKV's ER recall {recall['er']}, " in page("README.md")
-    readme = f"In 4,096 tokens they recall {recall['gates']} of the facts, and the original {recall['original']};"
-    assert readme in page("README.md")
-    assert rows["gates"].more.high < 0
+    more = {name: f"{scores.ratio.mean - 1:.1%}" for name, scores in rows.items()}
+    longer = recall["gates of longer prompts"]
+    assert (
+        f"the original recalls {recall['original']}, half of the heads by gates of longer prompts {longer}, "
+        f"by attention {recall['attention']}, by ER {recall['er']}, by gates of 20 minutes "
+        f"{recall['gates of 20 minutes']}, and by the first gates {recall['gates']}."
+    ) in page()
+    assert f"Perplexity rises by {more['er']} (ER) to {more['attention']} (attention)." in page()
+    choices = (*MEASURED, "gates of 20 minutes")
+    assert {name for name in choices if rows[name].more.high < 0} == {"gates"}
+    ratios = {name: rows[name].ratio.mean for name in choices}
+    assert (min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)) == ("er", "attention")
+    assert (
+        f"by gates of longer prompts, recall {longer} of the facts, the original {recall['original']} and random "
+        f"halves {recall['random']};"
+    ) in page("README.md")
 
 
 def test_a_longer_window_costs_what_the_docs_say() -> None:

@@ -6,12 +6,14 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
 
 import tasks as benchmark
 
+from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.tasks.passkey import PasskeyTask
 from tests.evaluate.recall import MODEL, PASSKEYS, convert, write_language
 
@@ -29,9 +31,10 @@ def test_models_answer_once_and_the_same_questions(tmp_path: Path, monkeypatch: 
     assert benchmark.ask([group], tmp_path / "answers", MODEL, "original", MODEL) == original
 
 
-def test_rulers_prompts_have_a_group_for_each_length() -> None:
-    headings = [group.heading for group in benchmark.groups("text.txt", "babilong", [1024, 2048])]
-    assert headings == ["cloze, 512 tokens", "RULER, 1,024 tokens", "RULER, 2,048 tokens", "BABILong, 0k"]
+def test_prompts_have_a_group_for_each_length() -> None:
+    lengths = benchmark.Lengths([], [1024, 2048], ["0k"])
+    headings = [group.heading for group in benchmark.groups("text.txt", "babilong", lengths)]
+    assert headings == ["RULER, 1,024 tokens", "RULER, 2,048 tokens", "BABILong, 0k"]
 
 
 def test_differences_are_paired_by_sample() -> None:
@@ -43,21 +46,60 @@ def test_differences_are_paired_by_sample() -> None:
     assert (none.low, none.high) == (0, 0)
 
 
-def test_the_page_has_the_table() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "real-model-tasks.json").read_text())
+@pytest.mark.parametrize("name", ["real-model-tasks", "real-model-tasks-4096"])
+def test_the_page_has_the_table(name: str) -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert all(len(scores) >= 100 for result in found["results"].values() for scores in result.values())
-    page = (ROOT / "docs" / "results.md").read_text()
-    assert "\n".join(benchmark.table(found)) in page
-    original, gates, *others = found["results"].values()
-    less = [
-        benchmark.difference(each["RULER, 1,024 tokens"], original["RULER, 1,024 tokens"])[1]
-        for each in found["results"].values()
-    ]
-    said = [f"{-100 * each.mean:.0f}" for each in less]
-    assert f"gates lose {said[1]} points, and their interval includes 0" in page
-    assert less[1].high >= 0
-    assert len({*said[2:]}) == 1
-    assert f"the first layers and this draw of random heads lose {said[2]}." in " ".join(page.split())
-    for each in (gates, *others):
-        more = benchmark.difference(each["cloze, 512 tokens"], original["cloze, 512 tokens"])[1]
-        assert more.low <= 0 <= more.high
+    assert "\n".join(benchmark.table(found)) in (ROOT / "docs" / "results.md").read_text()
+
+
+def test_the_page_says_what_half_of_the_heads_lose() -> None:
+    short, long = (
+        json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+        for name in ("real-model-tasks", "real-model-tasks-4096")
+    )
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    original = {
+        heading: np.mean([*scores.values()]) for heading, scores in (short["original"] | long["original"]).items()
+    }
+
+    def less(results: dict, name: str, heading: str) -> Interval:
+        """How much a choice of heads is below the original, in points."""
+        more = benchmark.difference(results[f"{name}, 50% full, 64+256"][heading], results["original"][heading])[1]
+        return Interval(-100 * more.mean, -100 * more.high, -100 * more.low)
+
+    def points(loss: Interval) -> str:
+        return f"{loss.mean:.0f} points [{loss.low:.0f}, {loss.high:.0f}]"
+
+    ruler = "RULER, 1,024 tokens"
+    gates, longer, attention, er, first = (
+        less(short, name, ruler) for name in ("gates", "gates of longer prompts", "attention", "er", "first layers")
+    )
+    random = [less(short, f"random {draw}", ruler).mean for draw in range(5)]
+    assert (
+        f"of the original's {original[ruler]:.0%}, gates lose {gates.mean:.0f} points, gates of longer prompts "
+        f"{longer.mean:.0f} and attention {attention.mean:.0f}, with intervals that include 0, and ER {points(er)}. "
+        f"The first layers lose {first.mean:.0f} points, and draws of random heads {min(random):.0f} to "
+        f"{max(random):.0f}."
+    ) in page
+    assert max(gates.low, longer.low, attention.low) <= 0 < er.low
+
+    ruler = "RULER, 4,096 tokens"
+    gates, longer, attention, er, first = (
+        less(long, name, ruler) for name in ("gates", "gates of longer prompts", "attention", "er", "first layers")
+    )
+    random = [less(long, f"random {draw}", ruler).mean for draw in range(5)]
+    assert (
+        f"the original has {original[ruler]:.0%}. Attention has {-attention.mean:.0f} point more, within its interval. "
+        f"**The other choices lose**: gates of longer prompts {points(longer)}, ER {points(er)} and the first gates "
+        f"{points(gates)}; draws of random heads lose {min(random):.0f} to {max(random):.0f}, the first layers "
+        f"{first.mean:.0f}."
+    ) in page
+    assert min(gates.low, longer.low, er.low) > 0 > attention.low
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"on RULER they lose {longer.mean:.0f} points of its {100 * original[ruler]:.0f} " in readme
+
+    assert [round(1 / original[f"BABILong, {length}"]) for length in ("0k", "1k")] == [4, 6]
+    cloze = [less(short, name.partition(",")[0], "cloze, 512 tokens") for name in short if name != "original"]
+    assert max(round(loss.mean) for loss in cloze) == 3
+    assert all(loss.low <= 0 for loss in cloze)

@@ -52,13 +52,13 @@ def test_attention(pair: list[MeasuredModel]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Window(3, 5), Quantization(2, "per-token", 2)], ids=["window", "2 bits"])
+@pytest.mark.parametrize("kind", [Window(3, 5), Quantization(8, sink=0, residual=20)], ids=["window", "8 bits"])
 def test_losses_of_caches(pair: list[MeasuredModel], kind: Window | Quantization) -> None:
     found = [
-        CacheTrial(each.model, each.layers, tokens(1, 120).to(each.model.device), 100, [kind])
+        CacheTrial(each.model, each.layers, tokens(1, 200).to(each.model.device), 180, [kind])
         .converted_divergence(torch.ones(1, 4, 4, dtype=torch.int64, device=each.model.device))
         .item()
         for each in pair
     ]
     assert found[1] == pytest.approx(found[0], rel=1e-2)
-    assert found[0] > 1e-6
+    assert found[0] > 0
