@@ -56,7 +56,7 @@ def test_attention(pair: list[MeasuredModel]) -> None:
 def test_losses_of_caches(pair: list[MeasuredModel], kind: Window | Quantization) -> None:
     found = [
         CacheTrial(each.model, each.layers, tokens(1, 200).to(each.model.device), 180, [kind])
-        .converted_divergence(torch.ones(1, 4, 4, dtype=torch.int64, device=each.model.device))
+        .converted_divergence(torch.ones(1, 4, 4, dtype=torch.int64))
         .item()
         for each in pair
     ]
