@@ -181,7 +181,10 @@ def main() -> None:
     if arguments.plot:
         for size in windows(reports[0]):
             path = arguments.plot.with_name(f"{arguments.plot.stem}-{size}{arguments.plot.suffix}")
-            plot(reports[0], size, path) if len(reports) == 1 else plot_lengths(reports, size, path)
+            if len(reports) == 1:
+                plot(reports[0], size, path)
+            else:
+                plot_lengths(reports, size, path)
 
 
 if __name__ == "__main__":
