@@ -451,8 +451,8 @@ class KVLayout:
         layers = tuple(replace(layer, quantization=quantization) for layer in self.layers)
         if any(layer.holds for layer in layers) and not any(layer.quantized_heads for layer in layers):
             raise ValueError(
-                "heads whose budgets hold are quantized with the scheme per-token only, and there are no others; "
-                "choose that scheme, or leave quantization out"
+                "heads whose budgets hold are quantized with the scheme per-token only, and no other head is "
+                "quantized; choose that scheme, or leave quantization out"
             )
         return KVLayout(layers, self.head_dim)
 

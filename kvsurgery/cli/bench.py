@@ -98,12 +98,13 @@ def bench(
     from kvsurgery.evaluate import results as evaluation
     from kvsurgery.evaluate.checkpoint import check_original
     from kvsurgery.report import write_report
-    from kvsurgery.report.folder import check_neighbor, check_output
+    from kvsurgery.report.folder import check_neighbor, check_new, check_output
     from kvsurgery.system.processes import is_first
 
     quiet_transformers()
     if out is not None:
         check_output(out)
+        check_new(out)
     original = None if source is None else source_folder(source, folder)
     if original is not None:
         check_original(original, folder)

@@ -113,7 +113,7 @@ def convert(
     """
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of
-    from kvsurgery.conversion.output import check_no_other
+    from kvsurgery.conversion.output import check_no_other, check_outside
     from kvsurgery.display import console
     from kvsurgery.emit.card import UNCHECKED
     from kvsurgery.emit.config import auto_class
@@ -140,6 +140,8 @@ def convert(
     if dry_run or out is None:
         if out is not None:
             check_no_other(out)
+            if request.folder is not None:
+                check_outside(out, request.folder)
         prepared = request.prepare()
         _note(options, prepared)
         facts = plan.plan_facts(prepared, request.profile or request.reform)
@@ -232,10 +234,12 @@ def _check_text(source: str, prepared: PreparedConversion) -> CheckText:
 
 def _check(out: Path, text: CheckText) -> dict[str, Any]:
     """Measure a converted checkpoint's divergence, and write it to the model card."""
+    from kvsurgery.display import console
     from kvsurgery.emit.card import CHECK, with_section
     from kvsurgery.evaluate.cache_check import check_cache
     from kvsurgery.system.files import write_whole
 
+    console.stderr.print(f"measuring what the quantized cache of {out} loses on the text")
     check, card = check_cache(out, text, dtype=chosen_dtype("auto", out, None)), out / "README.md"
     write_whole(card, with_section(card.read_text(encoding="utf-8"), str(check), CHECK))
     return {**asdict(check), "line": str(check)}

@@ -62,11 +62,12 @@ def evaluate(
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.report import write_report
-    from kvsurgery.report.folder import check_neighbor, check_output
+    from kvsurgery.report.folder import check_neighbor, check_new, check_output
     from kvsurgery.system.processes import is_first
 
     quiet_transformers()
     check_output(out)
+    check_new(out)
     tasks = tasks_of(ctx)
     if is_converted(folder):
         models = {CONVERTED: folder}

@@ -132,9 +132,10 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     else:
         kv_size, dense_size = (console.size(surgery.vllm[name]) for name in ("kv_bytes", "dense_bytes"))
         longest = length_name(surgery.kv_bytes[-1]["tokens"])
+        unquantized = "does not quantize the cache, and " * bool(quantized)
         per_process = " in each process" if surgery.vllm["processes"] > 1 else ""
         lines.append(
-            f"vLLM holds {kv_size} for {longest} tokens{per_process} in 16 bit, {dense_size} for the original: "
-            f"{surgery.vllm['command']}"
+            f"vLLM {unquantized}holds {kv_size} for {longest} tokens{per_process} in 16 bit, {dense_size} for the "
+            f"original: {surgery.vllm['command']}"
         )
     console.stdout.print("\n".join(lines))

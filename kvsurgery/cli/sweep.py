@@ -63,7 +63,7 @@ def sweep(
     from kvsurgery.cli.source import request_of
     from kvsurgery.display import console
     from kvsurgery.evaluate.sweep import Grid, sweep
-    from kvsurgery.report.folder import check_output, has_page
+    from kvsurgery.report.folder import check_new, check_output, has_page
     from kvsurgery.report.sweep_charts import quality
     from kvsurgery.system.processes import is_first
 
@@ -72,6 +72,7 @@ def sweep(
         flags = ", ".join(map(flag, AXES))
         raise click.UsageError(f"there is nothing to vary: give values of any of {flags}, such as --sparsity 0.25,0.5")
     check_output(out)
+    check_new(out)
     if has_page(out):
         raise OutputError(f"{out} holds other results than a sweep's; give the sweep a folder of its own with --out")
     request = request_of(source, revision, _recipe(axes, options))

@@ -54,7 +54,9 @@ class Output:
         """
         created = False
         try:
-            _check_place(folder, source)
+            check_outside(folder, source)
+            _check_empty(folder)
+            check_folder(folder)
             check_space(folder, size)
             created = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
@@ -188,12 +190,15 @@ def check_no_other(folder: Path) -> None:
         _check_empty(folder)
 
 
-def _check_place(folder: Path, source: Path) -> None:
+def check_outside(folder: Path, source: Path) -> None:
+    """Check that a folder is not the source, and no part of it.
+
+    Raises:
+        OutputError: it is.
+    """
     resolved_folder, resolved_source = folder.resolve(), source.resolve()
     if resolved_folder == resolved_source or resolved_source in resolved_folder.parents:
         raise OutputError(f"{folder} is the source or lies in it; choose a folder of its own")
-    _check_empty(folder)
-    check_folder(folder)
 
 
 def _check_empty(folder: Path) -> None:

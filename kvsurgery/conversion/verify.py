@@ -17,7 +17,7 @@ from kvsurgery.conversion.converted import Converted, open_converted
 from kvsurgery.conversion.engine import JOBS, move_bytes
 from kvsurgery.conversion.plan import unmoved
 from kvsurgery.emit.card import code_hashes
-from kvsurgery.errors import Mismatch
+from kvsurgery.errors import CheckpointError, Mismatch
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def verify(
     Files come before weights, and headers before tensors, so that most damage is found early.
 
     Raises:
-        CheckpointError: `folder` is not a converted checkpoint, or `source` no checkpoint.
+        CheckpointError: `folder` is not a converted checkpoint, or `source` no checkpoint or a converted one.
         Mismatch: the first file or tensor that is not what was recorded.
     """
     start, folder = time.monotonic(), Path(folder)
@@ -68,6 +68,8 @@ def verify(
     converted = open_converted(folder)
     original = None if source is None else Checkpoint.open(source)
     if original is not None:
+        if (original.folder / PROVENANCE).exists():
+            raise CheckpointError(f"{source} is a converted checkpoint; give the original that {folder} was made of")
         check_source_files(converted, original)
     _check_tensors(converted, jobs, progress)
     if original is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from kvsurgery.system.files import document, json_values, write_whole
 
 FILE = "results.json"
+SAMPLES = "samples.jsonl"  # the prompts
 SETTINGS = "settings.json"  # of an evaluation or a sweep: its samples, and the models that answered
 FORMAT, VERSION = "kvsurgery.evaluation", 1
 ORIGINAL, CONVERTED = "original", "converted"

@@ -29,15 +29,13 @@ from kvsurgery.evaluate.records import (
     versions,
     write_settings,
 )
-from kvsurgery.evaluate.results import CONVERTED, SETTINGS, Results
+from kvsurgery.evaluate.results import CONVERTED, SAMPLES, SETTINGS, Results
 from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, limited_samples
 from kvsurgery.evaluate.standing import Steps, standing
 from kvsurgery.evaluate.statistics import skip_counts, task_result
 from kvsurgery.evaluate.trial import Trial
 from kvsurgery.system.files import write_whole
 from kvsurgery.system.processes import Processes, started_processes
-
-SAMPLES = "samples.jsonl"
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,7 +74,7 @@ class Passkeys:
         if contexts.shortest < passkeys.min_tokens:
             raise ProfileError(
                 f"{count} passkeys of {size} tokens take a context of {passkeys.min_tokens} tokens or more, the "
-                f"shortest is {contexts.shortest}; give a longer minimum, or fewer or shorter passkeys"
+                f"shortest is {contexts.shortest}; give a larger `min_context`, or fewer or shorter passkeys"
             )
         return passkeys
 

@@ -40,10 +40,12 @@ class Contexts:
         if longest > measured.max_context:
             raise ProfileError(
                 f"a context of {longest} tokens exceeds the {measured.max_context} positions of {measured.name}; "
-                "give a smaller maximum"
+                "give a smaller `max_context`"
             )
         if not 1 < shortest <= longest:
-            raise ProfileError(f"there are no contexts from {shortest} to {longest} tokens; give a smaller minimum")
+            raise ProfileError(
+                f"there are no contexts from {shortest} to {longest} tokens; give a smaller `min_context`"
+            )
         if seed < 0:
             raise ProfileError(f"seed must be >= 0, got {seed}")
         return cls(shortest, longest, seed)

@@ -18,6 +18,7 @@ from kvsurgery.evaluate.results import Results
 from kvsurgery.system.files import check_folder
 
 LOADERS = {evaluation.FILE: Results.load, benchmark.FILE: Bench.load}
+PAGE = "index.html"
 
 
 def has_page(folder: Path) -> bool:
@@ -64,6 +65,19 @@ def check_output(folder: Path) -> None:
     check_folder(folder)
     if (folder / CONFIG).exists():
         raise OutputError(f"{folder} is a checkpoint; give results a folder of their own")
+
+
+def check_new(folder: Path) -> None:
+    """Check that what results write beside them replaces no file of something else.
+
+    Raises:
+        OutputError: there are such files, and neither results nor the settings of an interrupted run.
+    """
+    if any((folder / name).exists() for name in (*LOADERS, sweep_results.FILE, evaluation.SETTINGS)):
+        return
+    for name in (PAGE, evaluation.SAMPLES):
+        if (folder / name).exists():
+            raise OutputError(f"{folder} holds {name} but no results; give results a folder of their own")
 
 
 def check_neighbor(folder: Path, checkpoint: Path, name: str) -> None:

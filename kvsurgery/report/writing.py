@@ -13,14 +13,13 @@ from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import Results
 from kvsurgery.report import findings, headlines
 from kvsurgery.report.charts import Chart
-from kvsurgery.report.folder import checkpoint_of, read
+from kvsurgery.report.folder import PAGE, checkpoint_of, read
 from kvsurgery.report.rendering import render
 from kvsurgery.report.score_charts import length_curves, needle_maps, task_scores
 from kvsurgery.report.speed_charts import speed
 from kvsurgery.report.surgery_charts import head_map, kv_memory
 from kvsurgery.system.files import write_whole
 
-PAGE = "index.html"
 EVALUATION = (
     "Evaluation",
     "This command computes all scores on this page. In the same folder, samples.jsonl contains the prompts, and "

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.cli import cli
+from tests.evaluate.recall import convert
 from tests.helpers.families import FAMILIES
 from tests.helpers.hub_server import serve
 from tests.helpers.surgery import RECENT, SINK
@@ -36,6 +37,12 @@ def broken(checkpoint, tmp_path):
         return folder
 
     return change
+
+
+def test_a_quantized_cache_that_vllm_keeps_in_16_bit(tmp_path: Path) -> None:
+    said = text(convert(tmp_path / "duo", kv_bits=4))
+    assert "vLLM does not quantize the cache, and holds " in said
+    assert "vLLM holds " in text(convert(tmp_path / "wide"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -123,6 +123,14 @@ def test_results_of_another_kind_or_checkpoint(here: Path) -> None:
     nothing_happens(here, "measured holds other results than a sweep's; give the sweep a folder", *SWEEP, "measured")
 
 
+@pytest.mark.parametrize("name", ["index.html", "samples.jsonl"])
+@pytest.mark.parametrize("arguments", [EVAL[:-1], BENCH, SWEEP], ids=["eval", "bench", "sweep"])
+def test_files_of_something_else_are_not_replaced(here: Path, arguments: tuple[str, ...], name: str) -> None:
+    (here / "site").mkdir()
+    (here / "site" / name).write_text("mine")
+    nothing_happens(here, f"site holds {name} but no results; give results a folder of their own", *arguments, "site")
+
+
 def test_a_training_is_not_replaced(here: Path) -> None:
     one_step = replace(TrainingState.new(torch.zeros(2, 3)), latest=torch.zeros(1, 2, 3), history=np.zeros((1, 4)))
     one_step.save(here / "state", {})

@@ -98,6 +98,10 @@ class TestOut:
         (here / "dangling").symlink_to("gone")
         nothing_happens(here, words, "convert", "llama", "--profile", PROFILE, "--out", out)
 
+    def test_a_dry_run_says_so_too(self, here: Path) -> None:
+        arguments = ("convert", "llama", "--profile", PROFILE, "--out", "llama/deep/out", "--dry-run")
+        nothing_happens(here, "llama/deep/out is the source or lies in it", *arguments)
+
     def test_read_only(self, here: Path) -> None:
         Path("locked").mkdir(mode=0o555)
         if os.access("locked", os.W_OK):

@@ -135,6 +135,11 @@ def test_a_source_is_looked_at_before_tensors_are_hashed(converted: Path, tmp_pa
         verify(converted, tmp_path / "empty", progress=lambda done: pytest.fail("tensors were hashed"))
 
 
+def test_a_source_that_was_converted_itself(converted: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a converted checkpoint; give the original"):
+        verify(converted, converted)
+
+
 def test_source_split_otherwise(converted: Path, tmp_path: Path) -> None:
     other = llama_checkpoint(tmp_path / "other", shards=2)
     with pytest.raises(Mismatch, match="is not what was converted"):

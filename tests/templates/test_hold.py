@@ -390,6 +390,6 @@ def test_a_cache_that_is_asked_to_be_quantized(held):
     for section in held.config.kv_surgery["layers"]:
         section.update(blocks=[[0, 4]], budgets=[9] * 4)
     with pytest.raises(
-        ValueError, match="quantized with the scheme per-token only, and there are no others; choose that"
+        ValueError, match="quantized with the scheme per-token only, and no other head is quantized; choose"
     ):
         held.generate(tokens(1, 20), **options)
