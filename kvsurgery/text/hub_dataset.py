@@ -11,9 +11,12 @@ from kvsurgery.system.repo_id import is_repo_id
 
 
 def dataset_of(source: str) -> tuple[str, str | None] | None:
-    """Dataset and configuration that `owner/name` or `owner/name:configuration` stands for; None: it is neither."""
+    """Dataset and configuration that `owner/name` or `owner/name:configuration` stands for; None: it is neither. Some
+    datasets have no owner."""
     dataset, colon, config = source.partition(":")
     if not is_repo_id(dataset) or (colon and not re.fullmatch(r"[^/\\:]+", config)):
+        return None
+    if "." in dataset and "/" not in source:  # the name of a file that is not there
         return None
     return dataset, config or None
 

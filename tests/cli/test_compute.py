@@ -390,7 +390,7 @@ class TestMeasuredCaches:
     def test_a_check_that_cannot_be_done_is_refused_first(self, place):
         folder, _ = place
         convert = ["convert", folder / "llama", "--profile", folder / "duo.safetensors", "--out", "out", "--kv-check"]
-        assert "missing.txt is not a local file" in run(*convert, "missing.txt").err
+        assert "cannot read text missing.txt: there is no such file" in run(*convert, "missing.txt").err
         Path("short.txt").write_text("a river")
         assert "tokens, 4352 are needed" in run(*convert, "short.txt").err
         assert "--dry-run" in run(*convert, folder / "book.txt", "--dry-run").err
