@@ -450,8 +450,8 @@ def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
     ratios = {name: rows[name].ratio.mean for name in choices}
     assert (min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)) == ("er", "attention")
     assert (
-        f"by gates of longer prompts, recall {longer} of the facts, the original {recall['original']} and random "
-        f"halves {recall['random']};"
+        f"In 4,096 tokens they recall {recall['gates']} of the facts, gates of longer prompts {longer}, the original "
+        f"{recall['original']} and random halves {recall['random']}."
     ) in page("README.md")
 
 

@@ -71,10 +71,9 @@ def test_the_page_says_what_half_of_the_heads_lose() -> None:
     def points(loss: Interval) -> str:
         return f"{loss.mean:.0f} points [{loss.low:.0f}, {loss.high:.0f}]"
 
+    names = ("gates", "gates of longer prompts", "attention", "er", "first layers")
     ruler = "RULER, 1,024 tokens"
-    gates, longer, attention, er, first = (
-        less(short, name, ruler) for name in ("gates", "gates of longer prompts", "attention", "er", "first layers")
-    )
+    gates, longer, attention, er, first = (less(short, name, ruler) for name in names)
     random = [less(short, f"random {draw}", ruler).mean for draw in range(5)]
     assert (
         f"of the original's {original[ruler]:.0%}, gates lose {gates.mean:.0f} points, gates of longer prompts "
@@ -85,9 +84,7 @@ def test_the_page_says_what_half_of_the_heads_lose() -> None:
     assert max(gates.low, longer.low, attention.low) <= 0 < er.low
 
     ruler = "RULER, 4,096 tokens"
-    gates, longer, attention, er, first = (
-        less(long, name, ruler) for name in ("gates", "gates of longer prompts", "attention", "er", "first layers")
-    )
+    gates, longer, attention, er, first = (less(long, name, ruler) for name in names)
     random = [less(long, f"random {draw}", ruler).mean for draw in range(5)]
     assert (
         f"the original has {original[ruler]:.0%}. Attention has {-attention.mean:.0f} point more, within its interval. "
@@ -97,7 +94,8 @@ def test_the_page_says_what_half_of_the_heads_lose() -> None:
     ) in page
     assert min(gates.low, longer.low, er.low) > 0 > attention.low
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"on RULER they lose {longer.mean:.0f} points of its {100 * original[ruler]:.0f} " in readme
+    lost = f"the two gates lose {gates.mean:.0f} and {longer.mean:.0f} points"
+    assert f"On RULER there, the original has {original[ruler]:.0%}, and {lost} " in readme
 
     assert [round(1 / original[f"BABILong, {length}"]) for length in ("0k", "1k")] == [4, 6]
     cloze = [less(short, name.partition(",")[0], "cloze, 512 tokens") for name in short if name != "original"]
