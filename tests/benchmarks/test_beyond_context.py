@@ -29,7 +29,7 @@ def test_a_run_goes_on_from_its_file(
     results = tmp_path / "found.json"
     command = ["beyond_context.py", beyond_folder, "--profile", beyond_folder / "reform.safetensors"]
     command += ["--text", beyond_folder / "text.txt", "--lengths", 1100, 1400, "--texts", 2, "--recurrent-texts", 1]
-    command += ["--json", results]
+    command += ["--json", results, "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     beyond_context.main()
     written = json.loads(results.read_text())
@@ -52,11 +52,11 @@ def test_a_run_goes_on_from_its_file(
     assert more["1100"][0] == again["1100"][0]
     assert [sorted(sample) for sample in more["1100"]] == [sorted(NAMES)] * 2
     assert all(more["1100"][1][name] == again["1100"][1][name] for name in FEW)
-    sys.argv += ["--dtype", "float32"]
+    sys.argv[-1] = "bfloat16"
     with pytest.raises(SystemExit):
         beyond_context.main()
     assert "measured with other settings" in capsys.readouterr().err
-    sys.argv[-1] = "bfloat16"
+    sys.argv[-1] = "float32"
     sys.argv[sys.argv.index("--texts") + 1] = "3"
     with pytest.raises(SystemExit):
         beyond_context.main()
@@ -69,7 +69,7 @@ def test_a_run_measures_only_the_methods_that_are_named(
     results = tmp_path / "found.json"
     command = ["beyond_context.py", beyond_folder, "--profile", beyond_folder / "reform.safetensors"]
     command += ["--text", beyond_folder / "text.txt", "--lengths", 1100, "--texts", 1, "--json", results]
-    command += ["--only", "H2O", "--only", "truncation"]
+    command += ["--dtype", "float32", "--only", "H2O", "--only", "truncation"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     beyond_context.main()
     [sample] = json.loads(results.read_text())["results"]["1100"]
