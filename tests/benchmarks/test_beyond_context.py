@@ -128,7 +128,7 @@ def test_the_table_has_a_share_for_each_length(tmp_path: Path) -> None:
 
 def test_the_documents_say_what_was_measured() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "beyond-context.json").read_text())
-    assert "\n".join(beyond_context.table(found)) in (ROOT / "docs" / "results.md").read_text()
+    assert "\n".join(beyond_context.table(found)) in (ROOT / "docs" / "results" / "long-prompts.md").read_text()
     results = found["results"]
     assert {len(samples) for samples in results.values()} == {found["texts"]} == {25}
     right = {
@@ -146,7 +146,7 @@ def test_the_documents_say_what_was_measured() -> None:
         in said
     )
     assert right["64000", "H2O"] == right["64000", "StreamingLLM"]
-    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
     than_full = beyond_context.recalled(results["8000"], "REFORM", "full attention")
     low, high = round(100 * than_full.low), round(100 * than_full.high)
     assert f"than full attention does, by {100 * than_full.mean:.0f} percentage points [{low}, {high}]" in page
@@ -167,7 +167,7 @@ def test_several_facts_of_a_text_are_found_as_often_as_the_docs_say() -> None:
         ]
         return min(counts), max(counts)
 
-    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
     (low, high), (least, most) = texts("REFORM", 3), texts("BM25 retrieval", 3)
     assert f"at least three of the four in {low} to {high} of 25 texts, BM25 in {least} to {most}" in page
     assert {texts(name, 3) for name in ("H2O", "StreamingLLM", "InfiniPot")} == {(0, 0)}
@@ -178,7 +178,7 @@ def test_several_facts_of_a_text_are_found_as_often_as_the_docs_say() -> None:
 def test_lists_hold_as_many_words_as_the_docs_say() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "lists.json").read_text())
     [(length, samples)] = found["results"].items()
-    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
     assert f"in {len(samples)} texts of {int(length):,} tokens, one question names all four places" in page
 
     def share(name: str) -> str:
@@ -202,7 +202,7 @@ def test_two_hops_are_guessed_as_the_docs_say() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "two-hops.json").read_text())
     [(length, samples)] = found["results"].items()
     full = recalled_by_text(samples, "full attention")
-    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
     assert f"full attention answers {sum(full)} of {len(full)} questions in texts of {length} tokens" in page
     around = beyond_context.recalled(samples, "full attention")
     assert around.low < 1 / beyond_context.FACTS < around.high

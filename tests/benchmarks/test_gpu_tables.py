@@ -14,7 +14,7 @@ import gpu_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = json.loads((ROOT / "benchmarks" / "results" / "gpu-nvidia-h100-80gb-hbm3.json").read_text())
-PAGE, README = ((ROOT / name).read_text() for name in ("docs/results.md", "README.md"))
+PAGE, README = ((ROOT / name).read_text() for name in ("docs/results/speed.md", "README.md"))
 ON_A_GPU = " ".join(PAGE.partition("## On a GPU")[2].partition("## Decoding on a CPU")[0].split())
 
 

@@ -216,7 +216,7 @@ def test_the_pace_is_that_of_the_tokens_before_each_mark() -> None:
 @pytest.mark.parametrize("name", ["long-answers", "long-text", "held-answers"])
 def test_the_documented_tables_are_the_committed_results(name: str) -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    assert "\n".join(long_answers.table(found)) in (ROOT / "docs" / "results.md").read_text()
+    assert "\n".join(long_answers.table(found)) in (ROOT / "docs" / "results" / "caches.md").read_text()
 
 
 def test_the_readme_says_what_was_measured() -> None:
@@ -252,7 +252,7 @@ def test_the_docs_say_what_was_measured() -> None:
     same = {name: np.mean([case["same"] for case in cases]) for name, cases in found.items()}
     assert (quarters["budgets of 216 that hold, blocks of 32"] < quarters["TOVA, 256"]).sum() == 5
     assert 0 < same["TOVA, 256"] - same["budgets of 216 that hold, blocks of 32"] < 0.005
-    said = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    said = " ".join((ROOT / "docs" / "results" / "caches.md").read_text().split())
     prompts, answers = (np.array([case[part] for case in found["original"]]) for part in ("right", "own"))
     facts = (prompts.sum(), prompts.any(1).sum(), answers.sum(), answers.any(1).sum())
     measured = (
@@ -285,7 +285,7 @@ def test_the_docs_say_what_caches_take_in_16_bit() -> None:
         assert layout.kv_bytes(1, *size, itemsize=4) == found["results"][name][0]["kv_bytes"]
         assert f"{layout.kv_bytes(1, *size, itemsize=2) / 2**20:.1f}" == "5.6"
     original = found["results"]["original"][0]["kv_bytes"] / 2
-    said = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    said = " ".join((ROOT / "docs" / "results" / "caches.md").read_text().split())
     assert (
         f"in 16 bit the original takes {console.size(original)}, and budgets of 216, 451 in 4 bits and 674 in 2 bits"
         in said
@@ -297,7 +297,7 @@ def test_the_docs_say_what_caches_take_in_16_bit() -> None:
 def test_the_docs_say_how_budgets_that_hold_write(name: str) -> None:
     """In constant bytes, at a constant pace."""
     found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    said = (ROOT / "docs" / "results.md").read_text()
+    said = (ROOT / "docs" / "results" / "caches.md").read_text()
     _, step, _ = lines = long_answers.pace_table(found)[1:]
     assert "\n".join(lines) in said
     assert "\n".join(long_answers.table(found)) in said
@@ -310,7 +310,7 @@ def test_the_docs_say_how_budgets_that_hold_write(name: str) -> None:
 def test_the_docs_compare_caches_within_the_context() -> None:
     """Up to where the context of the model ends, in the first quarters of an answer."""
     results = ROOT / "benchmarks" / "results"
-    said = (ROOT / "docs" / "results.md").read_text()
+    said = (ROOT / "docs" / "results" / "caches.md").read_text()
     for name, [case] in json.loads((results / "held-answers.json").read_text())["results"].items():
         same, kl = (np.mean(case[part][:2]) for part in ("same", "kl"))
         assert f"| {name} | {same:.1%} | {kl:.4f} |" in said
@@ -338,7 +338,7 @@ def test_selection_has_its_share_of_a_step(
 
 def test_the_docs_say_what_selection_costs() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "selection-cost.json").read_text())
-    said = (ROOT / "docs" / "results.md").read_text()
+    said = (ROOT / "docs" / "results" / "caches.md").read_text()
     assert "\n".join(selection_cost.table(found)) in said
     shares = {name: (each["watch"] + each["renew"]) / each["step"] for name, each in found["results"].items()}
     assert max(shares.values()) < 0.02

@@ -24,7 +24,7 @@ from tests.helpers.families import stock
 from tests.helpers.vocabularies import tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "docs" / "results" / "quantized.md"
 PROMPT, NEW = 280, 6
 
 
