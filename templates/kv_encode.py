@@ -7,6 +7,7 @@ before every chunk, so that no position exceeds budget + chunk; keys are stored 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 import torch.nn.functional as F
@@ -144,7 +145,9 @@ class ChunkEncoder:
 
     def __init__(self, model: torch.nn.Module, layout: KVLayout, reform: Reform):
         self.model, self.reform = model, reform
-        self.cache = Cache(layers=[self.layer(index, layer, self) for index, layer in enumerate(layout.layers)])
+        # layers refer to it weakly: what was read is freed at once, rather than when garbage is collected
+        layers = [self.layer(index, layer, proxy(self)) for index, layer in enumerate(layout.layers)]
+        self.cache = Cache(layers=layers)
         self.past = 0  # positions that earlier chunks take
 
     def read_chunk(self, **inputs: torch.Tensor) -> Any:

@@ -1,6 +1,8 @@
 """Reading a prompt chunk by chunk: embeddings are what projections make, and what is kept is what is said."""
 
+import gc
 import importlib
+import weakref
 from functools import cache
 
 import pytest
@@ -54,6 +56,20 @@ def projected(model, layer, ids):
         for part in parts
     ]
     return torch.cat(flat, -1)
+
+
+def test_what_was_read_is_freed_without_collecting_garbage() -> None:
+    """Or the caches of several prompts would fill a GPU."""
+    model = emitted("llama", 2)
+    gc.disable()
+    try:
+        reading = encoder(model, heads=((0, "k", 0), (1, "v", 1)))
+        reading.read(input_ids=tokens(1, 40))
+        layers = [weakref.ref(layer) for layer in reading.cache.layers]
+        del reading
+        assert [layer() for layer in layers] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module")
