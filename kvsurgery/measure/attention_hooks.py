@@ -47,6 +47,8 @@ def intercepted(model: PreTrainedModel, attend: Attend, *, masks: bool = True) -
         yield
     finally:
         model.set_attn_implementation(previous)
+        # transformers never forgets a function, and `attend` may hold the model
+        AttentionInterface.register(INTERCEPTION, sdpa_attention_forward)
 
 
 def no_mask(*args, **kwargs) -> None:

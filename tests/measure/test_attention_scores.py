@@ -1,5 +1,8 @@
 """Attention mass against softmax weights written out, and where a head is known to look."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -52,6 +55,15 @@ def test_mass_by_hand(family):
     expected = mass_by_hand(measured)
     np.testing.assert_allclose(attention_mass(measured, TOKENS, TARGETS, PASSKEYS), expected, atol=1e-5)
     assert 0.05 < expected.max() < 1
+
+
+def test_a_measured_model_is_freed():
+    measured = measured_model(stock("llama"))
+    mass_by_hand(measured)
+    model = weakref.ref(measured.model)
+    del measured
+    gc.collect()
+    assert model() is None
 
 
 def test_a_profile_is_the_mean_over_prompts():
