@@ -76,9 +76,15 @@ class PreparedConversion:
         model, fit_result, losses = family.layers(checkpoint.config), None, None
         if recipe.kv_measured is not None:
             losses = load_losses(recipe.kv_measured)
-            if (dimensions, model.windows) != (losses.model, losses.windows):
+            if dimensions != losses.model:
+                measured_model = f"{losses.base_model} ({losses.model})"
                 raise ProfileError(
-                    f"{recipe.kv_measured} was measured on {losses.base_model}, not on {checkpoint.name}"
+                    f"{recipe.kv_measured} was measured on {measured_model}, but {checkpoint.name} has {dimensions}"
+                )
+            if model.windows != losses.windows:
+                raise ProfileError(
+                    f"{recipe.kv_measured} was measured on {losses.base_model}, whose layers have other windows than "
+                    f"those of {checkpoint.name}; measure this model"
                 )
             recipe = replace(recipe, kv_measured=pinned(recipe.kv_measured, losses))
         if recipe.fit is not None:

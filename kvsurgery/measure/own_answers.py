@@ -157,7 +157,7 @@ def read_answers(path: Path) -> list[Answer]:
         try:
             answer = Answer(**json.loads(line))
             is_valid = all(type(token) is int and token >= 0 for token in answer.prompt + answer.answer)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             is_valid = False
         if not is_valid:
             raise ProfileError(f'{path}, line {number}: expected {{"prompt": [ids], "answer": [ids]}}')

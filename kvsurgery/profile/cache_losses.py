@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ class CacheLosses(TensorFile):
             if setting.rotate not in ROTATIONS or type(setting.clip) is not bool or not _is_loss(setting.loss):
                 raise ProfileError(f"unknown setting of a quantized cache: {setting}")
         sizes = self.sink, self.recent, self.context
-        if any(type(size) is not int or size < 0 for size in sizes):
+        if any(type(size) is not int or size < 0 for size in sizes) or self.recent < 1:
             raise ProfileError(f'"sink", "recent" and "context" are numbers of tokens, got {sizes}')
         for entry in self.combinations:
             is_count = type(entry.streaming) is int and 0 <= entry.streaming <= self.model.layers * self.model.kv_heads
@@ -222,8 +223,8 @@ class CacheLosses(TensorFile):
 
 
 def _is_loss(value: object) -> bool:
-    """Whether a value of a file is a finite number of 0 or more."""
-    return isinstance(value, int | float) and 0 <= value < np.inf
+    """Whether a value of a file is a finite number of 0 or more, which no integer beyond float64 is."""
+    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
 
 
 COPIED_FIELDS = ("sink", "recent", "context", "base_model", "base_revision", "provenance")

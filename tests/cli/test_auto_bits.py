@@ -89,9 +89,11 @@ def test_from_the_plan_to_the_way_back(measured: Path) -> None:
 def test_measured_on_another_model(measured: Path) -> None:
     scores = np.ones((2, 3), np.float32)
     HeadProfile(scores, "duo", "kv", "llama", MODEL).save("ones.safetensors")
+    asked = (*AUTO, "--kv-budget", "6", "--kv-measured", "other.safetensors", "--out", "out")
     losses(windows=[None, None]).save("other.safetensors")
-    words = refused(*AUTO, "--kv-budget", "6", "--kv-measured", "other.safetensors", "--out", "out")
-    assert "was measured on made up, not on llama" in words
+    assert "on made up (2 layers, 6 query heads, 3 KV heads of 16), but llama has 2 layers" in refused(*asked)
+    losses(MODEL, windows=[None, 64]).save("other.safetensors")
+    assert "on made up, whose layers have other windows than those of llama; measure this model" in refused(*asked)
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ class TestResume:
         with pytest.raises(ProfileError, match=r"no training checkpoint .*state\.safetensors to resume"):
             train(measured, checkpoint=tmp_path / "state.safetensors", resume=True)
 
-    @pytest.mark.parametrize("damage", ["cut", "shape", "latest", "number", "dtype", "metadata", "facts"])
+    @pytest.mark.parametrize("damage", ["cut", "shape", "latest", "number", "dtype", "version", "facts", "no object"])
     def test_a_damaged_checkpoint_is_refused(self, measured, tmp_path, damage):
         path = tmp_path / "state.safetensors"
         with pytest.raises(KeyboardInterrupt):
@@ -242,7 +242,7 @@ class TestResume:
             content = content[:-4]
         elif damage == "number":
             start = 8 + size + header["mean"]["data_offsets"][0]
-            content = content[:start] + np.float32(np.nan).tobytes() + content[start + 4 :]
+            content = content[:start] + np.float32(0.5).tobytes() + content[start + 4 :]
         else:
             if damage == "shape":
                 header["mean"]["shape"] = [4, 2]
@@ -250,10 +250,10 @@ class TestResume:
                 header["latest"]["shape"] = [4, 2, 2]
             elif damage == "dtype":
                 header["gates"]["dtype"] = "I32"
-            elif damage == "metadata":
+            elif damage == "version":
                 header["__metadata__"]["version"] = "1"
             else:
-                header["__metadata__"]["facts"] = "{"
+                header["__metadata__"]["facts"] = {"facts": "{", "no object": "[]"}[damage]
             text = json.dumps(header).encode()
             content = len(text).to_bytes(8, "little") + text + content[8 + size :]
         path.write_bytes(content)

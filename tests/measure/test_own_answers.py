@@ -94,6 +94,7 @@ def test_contexts_without_room(measured):
         ('{"prompt": [1], "answer": [-1]}', "line 2: expected"),
         ('{"prompt": [1], "answer": ["a"]}', "line 2: expected"),
         ('{"prompt": 1, "answer": [1]}', "line 2: expected"),
+        ("[" * 100_000, "line 2: expected"),
     ],
 )
 def test_files_that_hold_no_answers(tmp_path, line, words):

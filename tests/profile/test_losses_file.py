@@ -79,12 +79,17 @@ def test_losses_of_streaming_heads_are_scaled_to_what_several_lose() -> None:
         ({"settings": {8: (WholeCacheLoss("keys", False, 0.1),)}}, "unknown setting"),
         ({"settings": {8: (WholeCacheLoss("none", False, float("nan")),)}}, "unknown setting"),
         ({"settings": {8: (WholeCacheLoss("none", False, "0.1"),)}}, "unknown setting"),
+        ({"settings": {8: (WholeCacheLoss("none", False, 10**400),)}}, "unknown setting"),
         ({"sink": "4"}, "are numbers of tokens"),
+        ({"recent": 0}, "are numbers of tokens"),
         ({"combinations": (Combination("all", 0.1, float("nan")),)}, "losses of several heads"),
         ({"combinations": (Combination("all", 0.1, 0.1, 9),)}, "losses of several heads"),
         ({"provenance": {"data": "book.txt"}}, "must be a JSON object"),
     ],
-    ids=["heads", "no width", "width", "rotation", "nan", "loss", "sink", "several", "streaming", "provenance"],
+    ids=[
+        *("heads", "no width", "width", "rotation", "nan", "loss", "beyond floats", "sink", "recent"),
+        *("several", "streaming", "provenance"),
+    ],
 )
 def test_contradictions(changes: dict, words: str) -> None:
     with pytest.raises(ProfileError, match=words):
