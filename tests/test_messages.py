@@ -7,7 +7,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvsurgery.cli.options import flag
 from kvsurgery.cli.recipe_options import in_flags
+from kvsurgery.evaluate.tasks import task_classes
+from kvsurgery.measure.methods import METHODS
+from kvsurgery.setting import settings_of
 
 ROOT = Path(__file__).parent.parent
 # files and folders whose strings spell options
@@ -61,6 +65,12 @@ def check(size):
     raise ValueError("no file; make one with `kvsurgery convert --out DIR`, or well-known--things, or `size`")
 '''
     assert flags(source) == [(4, "--size"), (4, "--no-size")]
+
+
+def test_every_setting_becomes_its_flag() -> None:
+    for kind in (*task_classes().values(), *METHODS.values()):
+        for setting in settings_of(kind).values():
+            assert in_flags(f"`{setting.option}`") == flag(setting.option)
 
 
 def test_fields_in_backticks_become_flags() -> None:

@@ -44,7 +44,7 @@ def benchmark(
         device: default is CUDA where there is one.
         dtype: of the weights and caches; "auto" is the checkpoint's.
         command: the command that was typed, for the results.
-        progress: as `measure` calls it.
+        progress: as `measure` calls it, and before, while models are loaded.
 
     Raises:
         CheckpointError: `folder` was not converted, or not for this many processes, or a model cannot be loaded.
@@ -61,11 +61,14 @@ def benchmark(
                 "measure shorter prompts"
             )
     with started_processes(device_name) as processes:
+        if processes.rank > 0:
+            progress = silent
+        progress(0, None, f"loading {folder}")
         converted, original = load_models(folder, source, processes, dtype)
         part = (0, 1) if surgery.replicated else (processes.rank, processes.world)
         measured_contenders, left_out = usable_contenders(contenders(converted, original, part))
         bandwidth = read_bandwidth(converted.device)
-        rows = measure(measured_contenders, work, bandwidth, progress if processes.rank == 0 else silent, processes)
+        rows = measure(measured_contenders, work, bandwidth, progress, processes)
     return Bench(
         models={CONVERTED: str(folder), ORIGINAL: str(source or folder)},
         command=command,

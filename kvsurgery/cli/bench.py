@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvsurgery.cli.options import Several, Tokens
-from kvsurgery.cli.running import chosen_dtype, device_option, dtype_option, quiet_transformers, typed_command
+from kvsurgery.cli.options import LocalPath, Several, Tokens
+from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, quiet_transformers, typed_command
 from kvsurgery.setting import CHUNK_HELP
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ NOTHING = "-"  # in place of what was not measured
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option(
     "--source",
     metavar="SRC",
@@ -33,27 +33,25 @@ NOTHING = "-"  # in place of what was not measured
 @dtype_option
 @click.option(
     "--lengths",
-    type=Several(Tokens()),
+    type=Several(Tokens(1)),
     help="Prompt lengths in tokens.  [default: (512,1K,2K,4K on a CPU, 4K,16K,64K on a GPU, up to the context)]",
 )
-@click.option("--batches", type=Several(click.INT), default="1", show_default=True, help="Prompts read together.")
+@click.option("--batches", type=Several(POSITIVE), default="1", show_default=True, help="Prompts read together.")
 @click.option(
     "--new-tokens",
     "new",
-    type=Tokens(),
+    type=Tokens(5),  # `bench.measure.WARM` steps are not counted
     default=48,
     show_default=True,
     help="Decode steps after a prompt; a CUDA graph needs 12.",
 )
 @click.option(
     "--chunk",
-    type=Tokens(),
+    type=Tokens(1),
     help=f"{CHUNK_HELP.capitalize()}.  [default: (512 on a CPU, 2K on a GPU)]",
 )
-@click.option("--rounds", type=int, default=3, show_default=True, help="Number of rounds, after a warm-up.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder for bench.json, bench.csv, bench.png and a report page."
-)
+@click.option("--rounds", type=POSITIVE, default=3, show_default=True, help="Number of rounds, after a warm-up.")
+@click.option("--out", type=LocalPath(), help="Folder for bench.json, bench.csv, bench.png and a report page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     folder: Path,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, flag, in_group
+from kvsurgery.cli.options import CACHE, HEADS, Grouped, LocalPath, Size, Tokens, flag, in_group
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
     profile_option,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.command(cls=Grouped)
 @click.argument("source", metavar="[SRC]", required=False)
 @in_group(HEADS, profile_option)
-@click.option("--out", type=click.Path(path_type=Path), help="Output folder; must be empty or hold an unfinished run.")
+@click.option("--out", type=LocalPath(), help="Output folder; must be empty or hold an unfinished run.")
 @revision_option
 @recipe_options
 @in_group(

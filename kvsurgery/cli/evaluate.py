@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import Grouped
-from kvsurgery.cli.running import quiet_transformers, typed_command
+from kvsurgery.cli.options import Grouped, LocalPath
+from kvsurgery.cli.running import POSITIVE, quiet_transformers, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.errors import KVSurgeryError
 
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 
 @click.command("eval", cls=Grouped)
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id.")
 @out_option("report")
 @task_options
 @click.option(
-    "--tp", type=int, default=1, show_default=True, help="Number of processes that share the models: all of them, or 1."
+    "--tp",
+    type=POSITIVE,
+    default=1,
+    show_default=True,
+    help="Number of processes that share the models: all of them, or 1.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
@@ -104,16 +108,19 @@ def evaluate(
         click.echo(json.dumps(results.to_json(), indent=2))
     else:
         _show(results)
-    check_measured(results.tasks)
+    check_measured(results.tasks, sum(results.judged.values()))
 
 
-def check_measured(tasks: Sequence[TaskResult]) -> None:
-    """Check that some model has a score. Tasks without a metric, whose answers others judge, have no result.
+def check_measured(tasks: Sequence[TaskResult], judged: int = 0) -> None:
+    """Check that some model answered a sample.
+
+    Args:
+        judged: answered samples of tasks without a score, which have no result.
 
     Raises:
         KVSurgeryError: all samples were left out, of every model.
     """
-    if tasks and not any(cell.scores for task in tasks for cell in task.cells):
+    if not judged and not any(cell.scores for task in tasks for cell in task.cells):
         raise KVSurgeryError("nothing was measured: every sample is left out")
 
 

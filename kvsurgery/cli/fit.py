@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, in_group
+from kvsurgery.cli.options import CACHE, HEADS, Grouped, LocalPath, Size, Tokens, in_group
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
     fit_options,
@@ -63,7 +63,7 @@ ALTERNATIVES = 3
 )
 @fit_options
 @save_recipe_option
-@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Plot score against memory as a PNG.")
+@click.option("--plot", "picture", type=LocalPath(), help="Plot score against memory as a PNG.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def fit(
     source: str | None,

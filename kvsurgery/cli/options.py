@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +16,18 @@ from kvsurgery.errors import PolicyError, RecipeError
 def flag(name: str) -> str:
     """The option of a parameter: `--full-heads` of `full_heads`."""
     return f"--{name.replace('_', '-')}"
+
+
+class LocalPath(click.Path):
+    """The path of a file or a folder. An empty one is refused, since `Path` takes it for the working directory."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Size(click.ParamType):
@@ -31,15 +44,25 @@ class Size(click.ParamType):
 
 
 class Tokens(click.ParamType):
-    """Tokens: 128K is 128 x 1024 and 1M is 1024 x 1024, as models' names have it; 128000 is as written."""
+    """Tokens: 128K is 128 x 1024 and 1M is 1024 x 1024, as models' names have it; 128000 is as written.
+
+    Args:
+        least: the smallest number.
+    """
 
     name = "tokens"
+
+    def __init__(self, least: int = 0):
+        self.least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"(\d{1,12})([km]?)", str(value), re.IGNORECASE)
         if not match:
             self.fail(f"{value!r} is not a number of tokens; write 131072, or 128K, which is the same", param, ctx)
-        return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
+        tokens = int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
+        if tokens < self.least:
+            self.fail(f"{value} tokens are too few; give {self.least} or more", param, ctx)
+        return tokens
 
 
 class Several(click.ParamType):

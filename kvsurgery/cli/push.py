@@ -6,17 +6,18 @@ from pathlib import Path
 
 import click
 
+from kvsurgery.cli.options import LocalPath
 from kvsurgery.system.repo_id import is_repo_name
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=LocalPath())
 @click.argument("repo_id")
 @click.option("--private", is_flag=True, help="Create a private repository; an existing public one is refused.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option(
     "--report",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     help="Upload the page and figures that eval or bench wrote to this folder, and show them in the model card.",
 )
 def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Path | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Several, Tokens, flag, in_group
+from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, LocalPath, Several, Tokens, flag, in_group
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.heads.kinds import Rest
 from kvsurgery.recipe import CHOICES, Demand, Recipe
@@ -178,14 +178,12 @@ def recipe_file(command: Any) -> Any:
     return click.option(
         "--recipe",
         "recipe_path",
-        type=click.Path(path_type=Path),
+        type=LocalPath(),
         help="A TOML file with these options; options on the command line override it.",
     )(command)
 
 
-save_recipe_option = click.option(
-    "--save-recipe", type=click.Path(path_type=Path), help="Write the complete recipe to a TOML file."
-)
+save_recipe_option = click.option("--save-recipe", type=LocalPath(), help="Write the complete recipe to a TOML file.")
 profile_option = click.option(
     "--profile",
     "profile_paths",
@@ -306,8 +304,13 @@ def in_flags(message: str) -> str:
     names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp"]
     names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
     names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
-    names += ["how", "base_model", "batches", "rounds"]
+    names += ["how", "base_model", "batches", "rounds", "limit", "seed", "samples", "loss", "lr", "curve", "answers"]
+    names += ["babilong", "infinitebench", "longbench", "longbench_v2", "loogle", "mt_bench", "scbench"]
+    names += [f"{name}_tasks" for name in ("babilong", "infinitebench", "loogle", "mm_niah", "ruler", "scbench")]
+    names += [f"{name}_prompts" for name in ("infinitebench", "longbench", "loogle")]
+    names += ["babilong_lengths", "longbench_datasets", "longbench_extended", "longbench_v2_prompt", "mt_bench_tokens"]
+    names += ["passkey_asked", "passkey_hidden", "passkey_tokens"]
     flags = {name: flag(name) for name in names}
     flags |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked", "new": "--new-tokens"}
     flags |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}
-    return re.sub(r"`([a-z_.]+)`", lambda match: flags.get(match[1], match[0]), message)
+    return re.sub(r"`([a-z0-9_.]+)`", lambda match: flags.get(match[1], match[0]), message)

@@ -7,12 +7,14 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from kvsurgery.cli.options import LocalPath
+
 
 @click.command()
-@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=LocalPath())
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     default="comparison",
     show_default=True,
     help="Output folder of a comparison.",

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import click
 
+from kvsurgery.cli.options import LocalPath
 from kvsurgery.cli.running import typed_command
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option(
     "--out",
     required=True,
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     help="Output folder; must be empty or hold an unfinished run.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Number of threads that move bytes.  [default: 4]")

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.options import Several, Tokens, flag, in_group
+from kvsurgery.cli.options import LocalPath, Several, Tokens, flag, in_group
 from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.setting import Setting, settings_of
 
@@ -35,9 +35,8 @@ class _Entry:
             [hint] = [part for part in get_args(hint) if part is not NoneType]
         if get_origin(hint) is Literal:
             return click.Choice(get_args(hint))
-        numbers = Tokens() if self.setting.tokens else click.IntRange(min=self.setting.least)
-        path = click.Path(path_type=Path)
-        types = {int: numbers, float: click.FLOAT, str: click.STRING, bool: click.BOOL, Path: path}
+        numbers = Tokens(self.setting.least) if self.setting.tokens else click.IntRange(min=self.setting.least)
+        types = {int: numbers, float: click.FLOAT, str: click.STRING, bool: click.BOOL, Path: LocalPath()}
         return Several(types[get_args(hint)[0]]) if get_origin(hint) is tuple else types[hint]
 
     @property

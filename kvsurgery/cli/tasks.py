@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import TASKS, Several, Tokens, in_group
+from kvsurgery.cli.options import TASKS, LocalPath, Several, Tokens, in_group
 from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, seed_option
 from kvsurgery.cli.settings import foreign_options, given_settings, setting_options
 from kvsurgery.evaluate.tasks import task_classes
@@ -34,7 +34,7 @@ def task_options(command: Any) -> Any:
             "--limit", type=POSITIVE, help="Maximum number of samples of each task, or of each of its subtasks."
         ),
         click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Number of samples per batch."),
-        click.option("--chunk", type=Tokens(), help=f"{CHUNK_HELP.capitalize()}.  [default: (all)]"),
+        click.option("--chunk", type=Tokens(1), help=f"{CHUNK_HELP.capitalize()}.  [default: (all)]"),
         seed_option,
         device_option,
         dtype_option,
@@ -46,7 +46,7 @@ def out_option(default: str) -> Callable[[Any], Any]:
     """The folder that an evaluation fills."""
     return click.option(
         "--out",
-        type=click.Path(path_type=Path),
+        type=LocalPath(),
         default=default,
         show_default=True,
         help="Output folder; an interrupted run continues there.",

@@ -9,11 +9,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from kvsurgery.cli.options import LocalPath
 from kvsurgery.cli.running import chosen_dtype, dtype_option
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option("--source", metavar="SRC", help="Also compare with the original: a folder or a Hub id.")
 @click.option(
     "--logits", is_flag=True, help="Also compare the logits of the stock model and the emitted one with all heads full."

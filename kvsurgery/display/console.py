@@ -27,6 +27,7 @@ from rich.table import Table
 from kvsurgery.display.pace import Pace, ProgressLines, whole_time
 from kvsurgery.display.progress import Progress
 
+USUAL = 80  # columns of a terminal
 WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
 
 # file names and results are printed as they are: nothing in them is markup
@@ -40,14 +41,36 @@ def colored() -> bool:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> Table:
-    """A table whose first `left` columns are text and the rest numbers, aligned right; as wide as it has to be."""
-    result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    """A table whose first `left` columns are text and the rest numbers, aligned right; as wide as it has to be.
+
+    One that is wider than usual terminals gets narrow gaps, and headings with each word on a line of its own.
+    """
+    texts = [[str(cell) for cell in row] for row in rows]
+    result = _table(title, columns, texts, left, compact=False)
+    return result if _width(result) <= USUAL else _table(title, columns, texts, left, compact=True)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, *, compact: bool) -> Table:
+    result = Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        collapse_padding=compact,
+    )
     for index, column in enumerate(columns):
-        result.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+        heading = column.replace(" ", "\n") if compact else column
+        result.add_column(heading, justify="left" if index < left else "right", no_wrap=True)
     for row in rows:
-        result.add_row(*(str(cell) for cell in row))
-    result.width = Measurement.get(stdout, stdout.options.update(width=WIDEST), result).maximum
+        result.add_row(*row)
+    result.width = _width(result)
     return result
+
+
+def _width(content: Table) -> int:
+    """Columns that a table takes where there is room."""
+    return Measurement.get(stdout, stdout.options.update(width=WIDEST), content).maximum
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class Pace:
 
 
 class ProgressLines:
-    """Progress as plain lines, one every half minute; work that is done sooner has one line, at its end.
+    """Progress as plain lines: what the work begins with, then a line every half minute, and one at its end.
 
     Args:
         label: what is being done.
@@ -67,24 +67,29 @@ class ProgressLines:
     def update(self, done: int, total: int | None, note: str = "") -> None:
         """Tell what is done, of how many, and how it goes; from any thread."""
         with self.lock:
+            is_beginning = self.last is None and done == 0
             self.last = done, total, note
             estimate, now = self.pace.estimate(done, total), self.pace.clock()
             if done == total:  # `close` says so
                 return
             if self.announce and estimate and (text := whole_time(estimate[0])):
-                self.say(f"{self._line(*self.last)}, {text}")
-                self.last_line_time = now
-            elif now - self.last_line_time >= EVERY:
-                self.say(f"{self._line(*self.last)}{f', {duration(estimate[1])} left' if estimate else ''}")
-                self.last_line_time = now
+                self._say(f"{self._line(*self.last)}, {text}", now)
+            elif is_beginning or now - self.last_line_time >= EVERY:
+                self._say(f"{self._line(*self.last)}{f', {duration(estimate[1])} left' if estimate else ''}", now)
             self.announce = self.announce and not estimate
 
     def close(self) -> None:
-        """Say how far the work came, if it began."""
-        if self.last is not None:
+        """Say how far the work came, if any of it is done."""
+        if self.last is not None and self.last[0]:
             self.say(self._line(*self.last))
 
+    def _say(self, line: str, now: float) -> None:
+        self.say(line)
+        self.last_line_time = now
+
     def _line(self, done: int, total: int | None, note: str) -> str:
+        if not done and total is None:
+            return f"{self.label}: {note}"
         counts = self.count(done) if total is None else f"{self.count(done)}/{self.count(total)}"
         return f"{self.label} {counts}{note and ', '}{note}"
 

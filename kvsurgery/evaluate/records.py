@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable, Mapping
@@ -16,9 +17,11 @@ from blake3 import blake3
 from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import KVSurgeryError, OutputError, cut, short
-from kvsurgery.evaluate.results import SETTINGS
+from kvsurgery.evaluate.results import SETTINGS, read_settings
 from kvsurgery.evaluate.sample import Sample
-from kvsurgery.system.files import differences, parse_json, write_whole
+from kvsurgery.evaluate.tasks import task_classes
+from kvsurgery.setting import settings_of
+from kvsurgery.system.files import differences, json_values, parse_json, write_whole
 from kvsurgery.version import __version__
 
 
@@ -45,7 +48,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_answers(path: Path, samples: Iterable[Sample]) -> dict[tuple[str, str], dict[str, Any]]:
-    """The records of a file of answers by the keys of samples, none of an absent file.
+    """The records of a file of answers by the keys of samples, none of an absent file. A loss that is null is NaN.
 
     Raises:
         KVSurgeryError: as `read_lines`, or a line is no answer to one of the samples that says all that is measured.
@@ -59,6 +62,8 @@ def read_answers(path: Path, samples: Iterable[Sample]) -> dict[tuple[str, str],
             raise _damaged(path, number, f'"task" and "sample" are those of no sample: {short(key)}')
         if missing := _missing_field(record, sample):
             raise _damaged(path, number, f'"{missing}" is missing, or of another type')
+        if "nll" in record and record["nll"] is None:
+            record["nll"] = math.nan
         records_by_key[sample.key] = record
     return records_by_key
 
@@ -73,7 +78,7 @@ def _missing_field(record: Mapping[str, Any], sample: Sample) -> str | None:
         is_reason = isinstance(record["skipped"], str) and record["skipped"]
         return None if is_reason else "skipped"
     if sample.continuation:
-        return None if _is_number(record.get("nll")) else "nll"
+        return None if "nll" in record and (record["nll"] is None or _is_number(record["nll"])) else "nll"
     scores = record.get("scores")
     if not isinstance(scores, dict) or not all(map(_is_number, scores.values())) or {*sample.metrics} - {*scores}:
         return "scores"
@@ -95,8 +100,8 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def lines(records: Iterable[Mapping[str, Any]]) -> str:
-    """Records as JSONL."""
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    """Records as JSONL, in which a number that JSON lacks is null."""
+    return "".join(json.dumps(json_values(record), ensure_ascii=False) + "\n" for record in records)
 
 
 def prompt_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -139,45 +144,50 @@ def versions(device: str) -> dict[str, str]:
     }
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """`settings.json` of an evaluation.
-
-    Raises:
-        OutputError: it is no such file.
-    """
-    path = folder / SETTINGS
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(settings["models"], dict) or not isinstance(settings["versions"], dict):
-            raise ValueError("no models or no versions")
-    except (ValueError, TypeError, KeyError) as error:
-        raise OutputError(f"{path} has no settings of an evaluation: {error}; give another folder") from error
-    return settings
-
-
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write `settings.json`."""
     write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Check that a folder holds an evaluation with these settings, models aside.
+    """Check that a folder holds an evaluation with these settings; its models and the kind of results are left aside.
 
     Raises:
         OutputError: it does not; the line names what differs.
     """
-    recorded_settings = {name: value for name, value in read_settings(folder).items() if name != "models"}
+    recorded_settings = {name: value for name, value in read_settings(folder).items() if name in settings}
     for keys, old, new in differences(recorded_settings, settings):
         if keys == ("samples",):
             raise OutputError(
                 f"{folder} holds an evaluation with the same settings but other samples: the tokenizer, or a file that "
                 "samples are made from, has changed; give another folder"
             )
+        if keys[0] == "tasks" and len(keys) == 2:  # only one of them has this task
+            old, new = (list(document["tasks"]) for document in (recorded_settings, settings))
         raise OutputError(
-            f"{folder} holds an evaluation with {'.'.join(keys)} {_cut_json(old)}, this one has {_cut_json(new)}; give "
-            "another folder, or the same settings"
+            f"{folder} holds an evaluation with other settings: {_setting_name(keys)} is {_setting_value(old)} there "
+            f"and {_setting_value(new)} here; give another folder, or the same settings"
         )
 
 
-def _cut_json(value: Any) -> str:
-    return "nothing" if value is None else cut(json.dumps(value))
+def _setting_name(keys: tuple[str, ...]) -> str:
+    """What a command calls an entry of `settings.json`: options in backticks."""
+    match keys:
+        case ("options", name):
+            return f"`{name}`"
+        case ("tasks", task, field, *_):
+            kind = task_classes().get(task)
+            setting = settings_of(kind).get(field) if kind else None
+            return f"`{setting.option if setting else field}` of {task}"
+        case ("versions", name):
+            return "the device" if name == "device" else f"the version of {name}"
+    return f"`{keys[0]}`"
+
+
+def _setting_value(value: Any) -> str:
+    """A value as it is typed."""
+    if value is None:
+        return "not given"
+    if isinstance(value, list):
+        return cut(",".join(map(str, value)))
+    return cut(value if isinstance(value, str) else json.dumps(value))

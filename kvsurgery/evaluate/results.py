@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvsurgery.errors import OutputError
 from kvsurgery.system.files import document, json_values, write_whole
 
 FILE = "results.json"
@@ -101,6 +102,7 @@ class Results:
         kv_bytes, dense_bytes: of the converted and of the original model's KV cache of this many tokens, one sequence;
             None where no converted model was evaluated, and in files of version 0.1.0.
         left_out: of tasks without a score, samples that some model did not answer, by the reason.
+        judged: of tasks without a score, the number of samples that some model answered.
     """
 
     models: Mapping[str, str]
@@ -113,6 +115,7 @@ class Results:
     kv_bytes: int | None = None
     dense_bytes: int | None = None
     left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    judged: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The same in plain JSON values."""
@@ -132,6 +135,22 @@ class Results:
         with document(folder / FILE, (FORMAT, VERSION), "kvsurgery eval") as content:
             tasks = tuple(TaskResult.from_json(fields) for fields in content.pop("tasks"))
             return cls(**content, tasks=tasks)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """`settings.json` of an evaluation or a sweep, finished or not.
+
+    Raises:
+        OutputError: it is no such file.
+    """
+    path = folder / SETTINGS
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings["models"], dict) or not isinstance(settings["versions"], dict):
+            raise ValueError("no models or no versions")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise OutputError(f"{path} has no settings of an evaluation: {error}; give another folder") from error
+    return settings
 
 
 def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:

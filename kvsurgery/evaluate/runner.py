@@ -25,11 +25,10 @@ from kvsurgery.evaluate.records import (
     lines,
     prompt_record,
     read_answers,
-    read_settings,
     versions,
     write_settings,
 )
-from kvsurgery.evaluate.results import CONVERTED, SAMPLES, SETTINGS, Results
+from kvsurgery.evaluate.results import CONVERTED, FILE, SAMPLES, SETTINGS, Results, read_settings
 from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, limited_samples
 from kvsurgery.evaluate.standing import Steps, standing
 from kvsurgery.evaluate.statistics import skip_counts, task_result
@@ -65,6 +64,7 @@ class Evaluation:
         processes: Processes = Processes(),
         progress: Progress = silent,
         note: Callable[[str], None] = lambda line: None,
+        file: str = FILE,
     ) -> Evaluation:
         """Make the samples, and begin or go on in a folder.
 
@@ -73,6 +73,7 @@ class Evaluation:
                 a task leaves that open.
             tasks: by name.
             note: called with a line on the needles that were chosen.
+            file: the name of the file that the results will be in, by which an interrupted run is known.
 
         Raises:
             KVSurgeryError: only some would share it; a task has no samples or cannot make them; no needles are answered
@@ -82,6 +83,8 @@ class Evaluation:
             raise KVSurgeryError(
                 f"{options.tp} processes are to share the models, {processes.world} were started; start {options.tp}"
             )
+        if processes.rank == 0:
+            progress(0, None, f"loading {checkpoint}")
         with processes.first():
             reader = reader_of(checkpoint, options.seed)
         trial = Trial(Path(folder), checkpoint, reader, options, processes, note)
@@ -96,7 +99,7 @@ class Evaluation:
         evaluation = cls(Path(folder), tuple(samples), reader, options, task_settings, processes)
         with processes.first():
             if processes.rank == 0:
-                evaluation._begin()
+                evaluation._begin(file)
         return evaluation
 
     def answer(self, name: str, checkpoint: str | Path, progress: Progress = silent) -> None:
@@ -201,12 +204,18 @@ class Evaluation:
                 for (task, metric), samples in by_metric.items()
             ),
             left_out={task: counts for task, samples in unscored.items() if (counts := skip_counts(samples, answers))},
+            judged={
+                task: sum(
+                    any("skipped" not in records[sample.key] for records in answers.values()) for sample in samples
+                )
+                for task, samples in unscored.items()
+            },
         )
 
     def _path(self, name: str) -> Path:
         return self.folder / f"answers-{name}.jsonl"
 
-    def _begin(self) -> None:
+    def _begin(self, file: str) -> None:
         """Write settings and samples, or check that the folder has the same ones."""
         content = lines(prompt_record(sample, self.reader.tokenizer) for sample in self.samples)
         settings = {
@@ -220,10 +229,9 @@ class Evaluation:
             if is_begun:
                 check_settings(self.folder, settings)
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not is_begun or not (self.folder / SAMPLES).exists():
-                write_whole(self.folder / SAMPLES, content)
+            write_whole(self.folder / SAMPLES, content)
             if not is_begun:
-                write_settings(self.folder, {**settings, "models": {}})
+                write_settings(self.folder, {**settings, "file": file, "models": {}})
         except OSError as error:
             raise OutputError(f"cannot write {self.folder}: {error.strerror}") from error
 
@@ -251,11 +259,12 @@ def started_evaluation(
     device: str | None,
     progress: Progress,
     note: Callable[[str], None],
+    file: str = FILE,
 ) -> Generator[Evaluation]:
     """`Evaluation.open` in the processes that were started, on a device; Ctrl-C becomes `Interrupted`."""
     with started_processes(device) as processes:
         try:
-            yield Evaluation.open(folder, checkpoint, tasks, options, processes, progress, note)
+            yield Evaluation.open(folder, checkpoint, tasks, options, processes, progress, note, file)
         except KeyboardInterrupt:
             raise Interrupted() from None
 

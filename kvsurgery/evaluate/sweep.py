@@ -20,7 +20,7 @@ from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.evaluate.runner import Evaluation, started_evaluation
 from kvsurgery.evaluate.sample import Task
 from kvsurgery.evaluate.standing import Steps
-from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
+from kvsurgery.evaluate.sweep_results import FILE, Point, Sweep, named, varied
 from kvsurgery.policy.layer_bits import UNQUANTIZED
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
@@ -149,7 +149,7 @@ def sweep(
     for setting in settings:
         if isinstance(setting, SweptSetting):
             distinct_settings.setdefault(setting.answers, setting)
-    with started_evaluation(folder, grid.source, tasks, options, device, progress, note) as evaluation:
+    with started_evaluation(folder, grid.source, tasks, options, device, progress, note, FILE) as evaluation:
         processes, [first_setting, *_] = evaluation.processes, distinct_settings.values()
         if not any(sample.metrics for sample in evaluation.samples):
             raise KVSurgeryError(

@@ -12,8 +12,7 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, is_converted, load
 from kvsurgery.evaluate.options import Options
-from kvsurgery.evaluate.records import read_settings
-from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, SETTINGS
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, SETTINGS, read_settings
 from kvsurgery.evaluate.sample import Reader, Sample, Task
 from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.measure.retrieval import RIGHT

@@ -188,13 +188,13 @@ def outcome(profile: HeadProfile) -> list[str]:
     gates = profile.head_scores[profile.eligible]
     high_count = int((gates >= HIGH).sum())
     if high_count > gates.size / 2:
-        advice = "raise reg" if steps_done < steps else "train longer, or raise reg"
+        advice = "raise `reg`" if steps_done < steps else "train longer, or raise `reg`"
         lines.append(f"{high_count} of {gates.size} gates are {HIGH} or more: they have not separated; {advice}")
     ranked_count = int((gates > 0).sum())
     if ranked_count < max(SHARES) * gates.size:
         lines.append(
             f"{gates.size - ranked_count} of {gates.size} gates are 0: they have collapsed and rank alike; "
-            f"to keep more than {ranked_count} heads full, lower reg or train fewer steps"
+            f"to keep more than {ranked_count} heads full, lower `reg` or train fewer steps"
         )
     return lines
 

@@ -23,8 +23,11 @@ def local_file(
         inside, beside: as `hub.fetch_file` takes them.
 
     Raises:
+        ProfileError: it is empty.
         HubError: it is no file of the Hub, or cannot be had; the line says why and what to do.
     """
+    if source == "":  # which `Path` takes for the working directory
+        raise ProfileError("the name of the file is empty; give a file, or its address on the Hub")
     remote = HubFile.parse(str(source))
     if remote is None:
         return Path(source), None

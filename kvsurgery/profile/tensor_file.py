@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -84,24 +82,12 @@ class TensorFile(ABC):
             OutputError: the path is taken by something else or cannot be written.
         """
         path = Path(path)
-        self.check_output(path)
-        write_bytes_whole(path, to_bytes(*self.content()), self.KIND.name)
-
-    @classmethod
-    def check_output(cls, path: Path) -> None:
-        """Check that a file can be written, before the measurement that it will hold, which may take hours.
-
-        Raises:
-            OutputError: the path is taken by something else, or its folder cannot be written.
-        """
         if path.exists():
             try:
-                cls.load(path)
+                self.load(path)
             except ProfileError as error:
-                raise OutputError(f"{path} exists and is not a {cls.KIND.name}; give another output file") from error
-        if not os.access(path.parent, os.W_OK):
-            reason = os.strerror(errno.EACCES if path.parent.exists() else errno.ENOENT)
-            raise OutputError(f"cannot write {cls.KIND.name} {path}: {reason}")
+                raise OutputError(f"{path} exists and is not a {self.KIND.name}; give another output file") from error
+        write_bytes_whole(path, to_bytes(*self.content()), self.KIND.name)
 
     @classmethod
     def recognizes(cls, path: Path) -> bool:

@@ -14,7 +14,7 @@ from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.errors import KVSurgeryError, OutputError
 from kvsurgery.evaluate import results as evaluation
 from kvsurgery.evaluate import sweep_results
-from kvsurgery.evaluate.results import Results
+from kvsurgery.evaluate.results import Results, read_settings
 from kvsurgery.system.files import check_folder
 
 LOADERS = {evaluation.FILE: Results.load, benchmark.FILE: Bench.load}
@@ -22,13 +22,18 @@ PAGE = "index.html"
 
 
 def has_page(folder: Path) -> bool:
-    """Whether a folder holds results whose page belongs there."""
-    return any((folder / name).exists() for name in LOADERS)
+    """Whether a folder holds results whose page belongs there, or an evaluation that is not finished."""
+    return any((folder / name).exists() for name in LOADERS) or _unfinished(folder) == evaluation.FILE
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder holds the results of a sweep."""
-    return (folder / sweep_results.FILE).exists()
+    """Whether a folder holds a sweep, finished or not."""
+    return (folder / sweep_results.FILE).exists() or _unfinished(folder) == sweep_results.FILE
+
+
+def _unfinished(folder: Path) -> str | None:
+    """The file that will hold the results of the run that a folder's settings belong to, if there are any."""
+    return read_settings(folder).get("file") if (folder / evaluation.SETTINGS).exists() else None
 
 
 def read(folder: Path) -> tuple[Results | None, Bench | None]:

@@ -34,6 +34,17 @@ def check_file(path: Path) -> None:
         raise OutputError(f"cannot write {path}: no permission in {path.parent}")
 
 
+def check_new_file(path: Path) -> None:
+    """Check that a file can be written and replaces none, before the work whose result it will hold.
+
+    Raises:
+        OutputError: as `check_file`, or it exists.
+    """
+    check_file(path)
+    if path.exists():
+        raise OutputError(f"{path} exists; choose another file, or remove it")
+
+
 def check_folder(folder: Path) -> None:
     """Check that files can be written to a folder, which need not be there yet, before the work that gives them.
 

@@ -256,6 +256,11 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
     assert PROFILE in line or "profile is of" in line
 
 
+@pytest.mark.parametrize("arguments", [("profile", "show"), ("convert", "llama", "--out", "out", "--profile")])
+def test_an_empty_name_is_no_file(here: Path, arguments: tuple[str, ...]) -> None:
+    nothing_happens(here, "the name of the file is empty; give a file, or its address", *arguments, "")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -321,6 +326,7 @@ def test_options(here: Path, options: tuple[Any, ...], words: str) -> None:
         (*CONVERT[1:], "--threshold", 0.5, "--sparsity", 0.5),
         (*CONVERT[1:], "--full-heads", 1, "--sparsity", 0.5),
         (*CONVERT[1:], "--bogus", 3),
+        (*CONVERT[1:-1], ""),
     ],
     ids=lambda arguments: " ".join(map(str, arguments)),
 )

@@ -71,19 +71,20 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     assert (made["reg"], made["until_settled"], made["steps_done"]) == (0.05, True, 4)
     assert "settled" not in said.err
     assert "16 of 16 gates are 0.8 or more: they have not separated; train longer" in said.err
-    result = run(*start, *lengths, "--minutes", 0.001)
+    result = run(*start, "-o", "q.safetensors", *lengths, "--minutes", 0.001)
     assert result.code == 1
-    [timing, why] = result.err.splitlines()
+    [loading, timing, why] = result.err.splitlines()
+    assert loading == f"measuring duo: loading {folder}"
     assert timing == "timing some steps of the training"
     assert "give 1 min" in why
     # of long passkeys, these prompts have room for fewer
     for size, count in ((3, 4), (64, 1)):
         sizes = ["--min-context", 400, "--sink", 4, "--recent", 16, "--passkey-tokens", size]
-        said = done(*start, *sizes, "--minutes", 0.01)
+        said = done(*start, "-o", f"{size}.safetensors", *sizes, "--minutes", 0.01)
         assert f"--min-context 400 --max-context 2048 --passkeys {count}\n" in said.err
     assert "--minutes chooses --steps" in run(*start, "--minutes", 1, "--steps", 9).err
-    done(*start, *lengths, *chosen.split()[:2], "--max-context", 2048, "--reg", 0.2)
-    made = HeadProfile.load("p.safetensors").provenance
+    done(*start, "-o", "reg.safetensors", *lengths, *chosen.split()[:2], "--max-context", 2048, "--reg", 0.2)
+    made = HeadProfile.load("reg.safetensors").provenance
     assert (made["reg"], made["until_settled"]) == (0.2, False)
 
 
@@ -111,7 +112,7 @@ def test_a_training_in_minutes_stops_when_gates_have_settled(folder, monkeypatch
     enough = math.ceil(0.2 * steps + 4)
     assert enough < steps
     assert f"gates settled after {enough} of {steps} steps" in said.err
-    assert "16 of 16 gates are 0.8 or more: they have not separated; raise reg" in said.err
+    assert "16 of 16 gates are 0.8 or more: they have not separated; raise --reg" in said.err
     made = HeadProfile.load("p.safetensors")
     assert (made.provenance["steps"], made.provenance["steps_done"]) == (steps, enough)
     # the same command goes on where it stopped, and so do the options that it printed
@@ -151,7 +152,7 @@ def test_a_training_goes_on_from_its_checkpoint(folder):
     kept = ["--checkpoint", "state", "--resume"]
     done(*start, "-o", "again.safetensors", *kept)
     assert np.array_equal(scores("again.safetensors"), scores("whole.safetensors"))
-    other = run(*start, "-o", "p.safetensors", *kept, "--lr", 0.1)
+    other = run(*start, "-o", "p2.safetensors", *kept, "--lr", 0.1)
     assert other.code == 1
     assert "lr" in other.err
     assert "reg is 0.16 there and 0.05 here" in refused(*start, "-o", "p2.safetensors", *kept, "--reg", 0.05)
@@ -280,9 +281,9 @@ def test_what_cannot_be_measured_is_refused(folder, arguments, words):
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(folder):
     Path("p.safetensors").write_text("something else")
     result = run("profile", "compute", folder, "--method", "duo", "-o", "p.safetensors")
-    assert "exists and is not a head profile" in result.err
+    assert result.err == "kvsurgery: p.safetensors exists; choose another file, or remove it\n"
     result = run("profile", "compute", folder, "--method", "duo", "-o", "nowhere/p.safetensors")
-    assert "cannot write head profile nowhere/p.safetensors" in result.err
+    assert "cannot write nowhere/p.safetensors" in result.err
 
 
 def test_a_family_without_support_is_refused(here):

@@ -83,7 +83,9 @@ def test_nothing_that_could_be_asked_is_a_failure():
 
 def test_some_scores_or_none_to_be_had_are_no_failure():
     """Of tasks that others judge there are none; where the original skips all, the converted model may answer."""
-    check_measured(())
+    check_measured((), judged=1)
+    with pytest.raises(KVSurgeryError, match="every sample is left out"):
+        check_measured((), judged=0)
     answered = Cell({"tokens": 96}, 4, {"converted": 0.5})
     check_measured([builders.task("needle", 1, 1, scores={}, cells=(answered,))])
     with pytest.raises(KVSurgeryError, match="every sample is left out"):

@@ -212,7 +212,7 @@ class TestWhatItSays:
         assert rows[-1][-1] == "100.00%"
 
     def test_budgets_have_a_column(self, deep: Path) -> None:
-        columns = r"full heads +budget +bits +KV cache +total +score kept"
+        columns = r"heads +budget +bits +cache +total +kept"
         assert re.search(columns, done(*typed(deep, "headkv-r2")).out)
         assert not re.search(columns, done(*typed(deep)).out)
 

@@ -49,6 +49,19 @@ def test_help_loads_nothing_heavy(paths: Sequence[str], heavy: set[str]) -> None
     assert done.stdout == "set()\n"
 
 
+def test_ctrl_c_while_modules_load_is_one_line() -> None:
+    script = (
+        "import runpy, sys\n"
+        "class Interrupter:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupter())\n"
+        "runpy.run_module('kvsurgery', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "kvsurgery: interrupted; give the same command again\n")
+
+
 @pytest.mark.parametrize("path", EVERY)
 class TestHelp:
     def examples(self, path: str) -> list[str]:

@@ -59,7 +59,7 @@ class TestImport:
     def test_the_model_itself_is_not_overwritten(self, here):
         before = Path("llama/config.json").read_bytes()
         line = refusal("import", "duo", "gates", "--model", "llama", "-o", "llama/config.json")
-        assert line == "llama/config.json exists and is not a head profile; give another output file"
+        assert line == "llama/config.json exists; choose another file, or remove it"
         assert Path("llama/config.json").read_bytes() == before
 
     @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.evaluate.records import write_settings
 from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.system.processes import started_processes
 from tests.helpers.command import PROFILE, nothing_happens, refused
@@ -52,7 +53,13 @@ def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 OUTPUTS = [
-    ((*DUO[:-1], "nowhere/p.safetensors"), "cannot write head profile nowhere/p.safetensors: No such file"),
+    (
+        (*DUO[:-1], "nowhere/p.safetensors"),
+        "cannot write nowhere/p.safetensors: there is no folder nowhere; make it first",
+    ),
+    ((*DUO[:-1], PROFILE), f"{PROFILE} exists; choose another file, or remove it"),
+    (("profile", "merge", PROFILE, PROFILE, "-o", "latin.txt"), "latin.txt exists; choose another file"),
+    (("profile", "import", "reform", "Pixtral-12B-2409", "-o", PROFILE), f"{PROFILE} exists; choose another file"),
     ((*DUO, "--curve", "nowhere/c.png"), "cannot write nowhere/c.png: there is no folder nowhere; make it first"),
     ((*DUO, "--curve", "taken"), "cannot write taken: it is a folder; give a file"),
     ((*DUO, "--curve", "curve.txt"), r"cannot write curve.txt: \.txt is not a picture format; end it in \.png"),
@@ -121,6 +128,14 @@ def test_results_of_another_kind_or_checkpoint(here: Path) -> None:
     nothing_happens(here, "swept holds a sweep; give other results a folder of their own", *EVAL[:-1], "swept")
     nothing_happens(here, "bench.json in measured is of another checkpoint than llama", *EVAL[:-1], "measured")
     nothing_happens(here, "measured holds other results than a sweep's; give the sweep a folder", *SWEEP, "measured")
+
+
+def test_unfinished_results_of_another_kind(here: Path) -> None:
+    for folder, file in {"sweeping": "sweep.json", "evaluating": "results.json"}.items():
+        Path(folder).mkdir()
+        write_settings(here / folder, {"models": {}, "versions": {}, "file": file})
+    nothing_happens(here, "sweeping holds a sweep; give other results a folder of their own", *EVAL[:-1], "sweeping")
+    nothing_happens(here, "evaluating holds other results than a sweep's", *SWEEP, "evaluating")
 
 
 @pytest.mark.parametrize("name", ["index.html", "samples.jsonl"])

@@ -168,3 +168,26 @@ def test_what_is_no_device(device):
 
 def test_a_device_that_is_not_there(bfloat16):
     assert "torch cannot use the device cuda" in refused("eval", bfloat16, "--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("eval", "llama", "--samples", 0),
+        ("eval", "llama", "--lengths", 0),
+        ("eval", "llama", "--chunk", 0),
+        ("eval", "llama", "--tp", 0),
+        ("bench", "llama", "--rounds", 0),
+        ("bench", "llama", "--batches", 0),
+        ("profile", "compute", "llama", "--method", "duo", "-o", "p", "--sp", 0),
+        ("profile", "compute", "llama", "--method", "headkv-r", "-o", "p", "--lengths", 0),
+        ("verify", ""),
+        ("eval", "llama", "--out", ""),
+        ("profile", "import", "reform", "Pixtral-12B-2409", "-o", ""),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments)),
+)
+def test_numbers_out_of_range_and_empty_paths_are_wrong_usage(arguments):
+    result = run(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert "Error: Invalid value for" in result.err

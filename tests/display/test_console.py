@@ -69,6 +69,19 @@ class TestLog:
         steps(clock, 1, *((step, 20, "") for step in range(1, 21)))
         assert log() == ["measuring duo 20/20"]
 
+    def test_what_work_begins_with_is_said_at_once(self, log, clock):
+        with console.step_progress("evaluating", clock) as advance:
+            advance(0, None, "loading llama")
+            assert log() == ["evaluating: loading llama"]
+            for step in range(1, 21):
+                clock.now += 1
+                advance(step, 20)
+        assert log() == ["evaluating 20/20"]
+
+    def test_a_failure_at_the_beginning_repeats_nothing(self, log, clock):
+        steps(clock, 1, (0, None, "loading llama"))
+        assert log() == ["measuring duo: loading llama"]
+
     def test_a_refusal_stands_alone(self, log, clock):
         steps(clock, 100)
         assert log() == []
@@ -110,6 +123,22 @@ class TestLog:
             for thread in threads:
                 thread.join()
         assert log() == ["verifying 7.81 KiB/7.81 KiB"]
+
+
+class TestTable:
+    def text(self, *columns):
+        with console.stdout.capture() as capture:
+            console.stdout.print(console.table("Scores", columns, [["a" * 9] * len(columns)]))
+        return [line.strip() for line in capture.get().splitlines() if line.strip()]
+
+    def test_headings_of_a_wide_table_take_several_lines(self):
+        _, words, more_words, _, cells = self.text(*["first token"] * 7)
+        assert (words.split(), more_words.split()) == (["first"] * 7, ["token"] * 7)
+        assert cells == "  ".join(["a" * 9] * 7)
+
+    def test_a_narrow_table_stays_as_it_is(self):
+        _, headings, _, cells = self.text("first token", "a")
+        assert (headings.split(), cells) == (["first", "token", "a"], "aaaaaaaaa     aaaaaaaaa")
 
 
 class TestTerminal:

@@ -89,6 +89,7 @@ def test_answers_are_written_for_a_judge(full, tmp_path):
     models = {"original": MODEL, "converted": full}
     results = evaluate(models, {"talk": Talk()}, tmp_path, Options(batch=2), device="cpu", note=noted.append)
     assert results.tasks == Results.load(tmp_path).tasks == ()
+    assert results.judged == {"talk": 2}
     one, other = (read_lines(tmp_path / f"talk-{name}.jsonl") for name in models)
     assert [line["choices"] for line in one] == [line["choices"] for line in other]
     assert len(one[0].pop("choices")[0]["turns"]) == 2
@@ -107,6 +108,7 @@ def test_questions_without_an_answer_are_counted(tmp_path):
 
     noted = []
     results = evaluate({"original": MODEL}, {"talk": Long()}, tmp_path, Options(), device="cpu", note=noted.append)
+    assert results.judged == {"talk": 0}
     assert results.left_out == {"talk": {"original: prompt and answer are beyond 4096 positions": 2}}
     assert Results.load(tmp_path) == results
     assert noted[0].endswith("talk-original.jsonl (2 left out: prompt and answer are beyond 4096 positions)")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsurgery.errors import KVSurgeryError, OutputError
+from kvsurgery.errors import KVSurgeryError, OutputError, cut
 from kvsurgery.evaluate.records import append_lines, check_settings, lines, read_lines, write_settings
 from kvsurgery.evaluate.runner import Evaluation, Options
 from kvsurgery.evaluate.sample import Conversation, Sample
@@ -49,7 +50,7 @@ SAMPLES = (
 )
 NEEDLE, TEXT, TALK = (
     {"task": "needle", "sample": "0", "scores": {"qa_f1": 0.5, "exact_match": 1}},
-    {"task": "text", "sample": "0", "nll": float("inf")},
+    {"task": "text", "sample": "0", "nll": 1.5},
     {"task": "talk", "sample": "0", "scores": {}, "turns": ["a", "b"]},
 )
 
@@ -67,6 +68,13 @@ def test_answers_are_found_by_their_sample(tmp_path):
     assert answers(tmp_path, skipped)["needle", "0"] == skipped
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path, loss):
+    [record] = answers(tmp_path, {**TEXT, "nll": loss}).values()
+    assert math.isnan(record["nll"])
+    assert '"nll": null}' in (tmp_path / "answers-converted.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
@@ -81,7 +89,7 @@ def test_answers_are_found_by_their_sample(tmp_path):
         ({**NEEDLE, "scores": {"qa_f1": 0.5, "exact_match": 10**400}}, '"scores" is missing'),
         ({**NEEDLE, "skipped": ""}, '"skipped" is missing'),
         ({**NEEDLE, "skipped": ["x"]}, '"skipped" is missing'),
-        ({**TEXT, "nll": None}, '"nll" is missing'),
+        ({**TEXT, "nll": "1"}, '"nll" is missing'),
         ({**NEEDLE, "task": "text"}, '"nll" is missing'),
         ({**TALK, "turns": 3}, '"turns" is missing'),
     ],
@@ -99,21 +107,33 @@ SETTINGS = {"tasks": {"needle": {"lengths": [8]}}, "options": {"seed": 0}, "vers
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tasks": {"needle": {"lengths": [8, 9]}}}, r"tasks.needle.lengths \[8\], this one has \[8, 9\]"),
-        ({"tasks": {}}, r"tasks.needle .*, this one has nothing"),
-        ({"options": {"seed": 1}}, "options.seed 0, this one has 1"),
-        ({"versions": {"torch": "3"}}, 'versions.torch "2", this one has "3"'),
+        (
+            {"tasks": {"needle": {"lengths": [8, 9]}}},
+            "`lengths` of needle is 8 there and 8,9 here; give another folder",
+        ),
+        ({"tasks": {"needle": {"lengths": None}}}, "`lengths` of needle is 8 there and not given here"),
+        ({"tasks": {"passkey": {"size": 3}}}, "`tasks` is needle there and passkey here"),
+        ({"options": {"seed": 1}}, "`seed` is 0 there and 1 here"),
+        ({"versions": {"torch": "3"}}, "the version of torch is 2 there and 3 here"),
         ({"samples": "cd"}, "a file that samples are made from, has changed"),
     ],
 )
 def test_other_settings_are_named(tmp_path, change, words):
-    write_settings(tmp_path, {**SETTINGS, "models": {"original": {}}})
+    write_settings(tmp_path, {**SETTINGS, "file": "results.json", "models": {"original": {}}})
     check_settings(tmp_path, SETTINGS)
     with pytest.raises(OutputError, match=words):
         check_settings(tmp_path, {**SETTINGS, **change})
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"models": [], "versions": {}})])
+def test_a_field_is_called_what_its_option_is(tmp_path):
+    write_settings(tmp_path, {**SETTINGS, "tasks": {"passkey": {"size": 3}}, "models": {}})
+    with pytest.raises(OutputError, match="with other settings: `passkey_tokens` of passkey is 3 there and 32 here"):
+        check_settings(tmp_path, {**SETTINGS, "tasks": {"passkey": {"size": 32}}})
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "[" * 100_000, json.dumps({"models": [], "versions": {}})], ids=cut
+)
 def test_settings_of_something_else_are_refused(tmp_path, content):
     (tmp_path / "settings.json").write_text(content)
     with pytest.raises(OutputError, match="has no settings of an evaluation"):

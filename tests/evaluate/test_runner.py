@@ -108,9 +108,10 @@ def test_results_and_prompts_are_written(whole):
 def test_a_run_that_was_cut_off_anywhere_goes_on_to_the_same_files(share, whole, full, language, tmp_path):
     """A file of answers that ends anywhere, within a batch or within a line, is what a kill leaves."""
     folder, results = whole
-    # without the prompts too, which somebody may have removed
-    for name in ("settings.json", "samples.jsonl") if share else ("settings.json",):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "settings.json").write_bytes((folder / "settings.json").read_bytes())
+    if share:  # without the prompts too, which somebody may have removed, or with a part of them
+        prompts = (folder / "samples.jsonl").read_bytes()
+        (tmp_path / "samples.jsonl").write_bytes(prompts[: int(share * len(prompts))])
     content = (folder / "answers-converted.jsonl").read_bytes()
     (tmp_path / "answers-original.jsonl").write_bytes((folder / "answers-original.jsonl").read_bytes())
     (tmp_path / "answers-converted.jsonl").write_bytes(content[: int(share * len(content))])
@@ -140,9 +141,9 @@ def test_the_original_answers_once_for_many_models(whole, full, budgeted, langua
 @pytest.mark.parametrize(
     ("options", "lengths", "words"),
     [
-        (Options(batch=3), (96, 160), "options.batch 4, this one has 3"),
-        (Options(batch=4, seed=1), (96, 160), "options.seed 0, this one has 1"),
-        (BATCH, (96, 170), r"tasks.needle.lengths \[96, 160\], this one has \[96, 170\]"),
+        (Options(batch=3), (96, 160), "`batch` is 4 there and 3 here"),
+        (Options(batch=4, seed=1), (96, 160), "`seed` is 0 there and 1 here"),
+        (BATCH, (96, 170), "`lengths` of needle is 96,160 there and 96,170 here"),
     ],
 )
 def test_other_settings_in_the_same_folder_are_refused(whole, language, options, lengths, words):

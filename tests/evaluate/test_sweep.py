@@ -25,6 +25,7 @@ from kvsurgery.evaluate.sweep_results import Point, Sweep
 from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
+from kvsurgery.report.folder import is_sweep
 from kvsurgery.report.sweep_charts import axis_of, quality, series_of
 from tests.evaluate.recall import MODEL, convert
 from tests.helpers.shards import tree
@@ -174,6 +175,7 @@ def test_a_run_that_was_cut_off_goes_on(swept, language, tmp_path, done, monkeyp
         run(tmp_path / "sweep", language)
     monkeypatch.setattr(runner.Evaluation, "answer", answer)
     assert not (tmp_path / "sweep" / "sweep.json").exists()
+    assert is_sweep(tmp_path / "sweep")
     resumed = run(tmp_path / "sweep", language)
     assert resumed == swept[1]
     first, second = dict.fromkeys(point.policy for point in resumed.points[:4])
@@ -215,7 +217,7 @@ def test_a_folder_that_conversions_do_not_fit_into_is_refused_before_anything_is
 
 
 def test_other_samples_in_the_folder_are_refused(swept, language):
-    with pytest.raises(OutputError, match=r"holds an evaluation with tasks.needle.lengths \[200, 330\]"):
+    with pytest.raises(OutputError, match="`lengths` of needle is 200,330 there"):
         run(swept[0], language, lengths=(LENGTH,))
 
 

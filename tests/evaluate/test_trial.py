@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_does_not_choose_again(task, sets, full, tmp_path, lo
     assert loaded == [MODEL]
     assert again.tasks["needle"]["choice"]["name"] == "word"
     assert len(lines) == 1
-    with pytest.raises(OutputError, match=r"tasks.needle.needles \"auto\", this one has \"word\""):
+    with pytest.raises(OutputError, match="`needles` of needle is auto there and word here"):
         Evaluation.open(tmp_path / "report", MODEL, {"needle": replace(task["needle"], needles="word")}, BATCH)
 
 

@@ -91,7 +91,7 @@ class TestOutcome:
         model = ModelDimensions(layers=25, query_heads=8, kv_heads=4, head_dim=16)
         lines = outcome(profile(scores=gates.reshape(25, 4), model=model, provenance={"steps": 9, "steps_done": 9}))
         line = f"{at_0} of 100 gates are 0: they have collapsed and rank alike; "
-        line += f"to keep more than {100 - at_0} heads full, lower reg or train fewer steps"
+        line += f"to keep more than {100 - at_0} heads full, lower `reg` or train fewer steps"
         assert lines == ([line] if told else [])
 
     def test_layers_without_gates_do_not_count(self):
@@ -144,7 +144,7 @@ class TestTraining:
         assert len(history) == 40
         assert outcome(profile) == [
             "8 of 8 gates are 0: they have collapsed and rank alike; "
-            "to keep more than 0 heads full, lower reg or train fewer steps"
+            "to keep more than 0 heads full, lower `reg` or train fewer steps"
         ]
 
     def test_its_steps_are_those_of_the_whole_training(self, measured):

@@ -7,7 +7,7 @@ from typing import Literal
 
 import click
 
-from kvsurgery.cli.options import group_reduce_option
+from kvsurgery.cli.options import LocalPath, group_reduce_option
 
 
 @click.command()
@@ -15,7 +15,7 @@ from kvsurgery.cli.options import group_reduce_option
 @click.argument("b", metavar="PROFILE")
 @group_reduce_option("How scores of the query heads of a group become their KV head's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with the difference of every head.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Write A, B and B - A as a PNG as well.")
+@click.option("--plot", type=LocalPath(), help="Write A, B and B - A as a PNG as well.")
 def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool, plot: Path | None) -> None:
     """Compare two profiles of one model.
 

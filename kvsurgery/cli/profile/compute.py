@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import MEASUREMENT, Grouped, in_group
+from kvsurgery.cli.profile.saving import out_option
 from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.cli.running import (
+    POSITIVE,
     check_revision,
     chosen_dtype,
     device_option,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 @in_group(
     MEASUREMENT,
     click.option("--method", required=True, type=click.Choice(list(METHODS)), help="Method of measurement."),
-    click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write."),
+    out_option,
     seed_option,
 )
 @setting_options(METHODS, MEASUREMENT)
@@ -41,13 +43,13 @@ if TYPE_CHECKING:
 @dtype_option
 @click.option(
     "--tp",
-    type=int,
+    type=POSITIVE,
     default=1,
     show_default=True,
     help="Number of processes that share the heads and weights of layers.",
 )
 @click.option(
-    "--sp", type=int, default=1, show_default=True, help="Number of processes that share the tokens of a prompt."
+    "--sp", type=POSITIVE, default=1, show_default=True, help="Number of processes that share the tokens of a prompt."
 )
 @click.pass_context
 def compute(
@@ -90,21 +92,25 @@ def compute(
     from kvsurgery.errors import Interrupted
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.measure.methods.method import Reporter
+    from kvsurgery.system.files import check_new_file
     from kvsurgery.system.processes import started_processes
 
     quiet_transformers()
     check_revision(source, revision)
-    configured_method.check_output(out)
+    check_new_file(out)
     configured_method.check()
     with started_processes(device) as processes:
         mesh = Mesh(processes, tp, sp)
         _check_sharing(configured_method, mesh)
         dtype = chosen_dtype(dtype, source, device, revision)
-        measured = mesh.load(source, revision, dtype=dtype, sharded=configured_method.shared == "weights")
         try:
             with console.step_progress(f"measuring {method}") as advance:
-                reporter = Reporter(advance, lambda line: console.stderr.print(in_flags(line)))
-                measurement = configured_method.measure(measured, mesh, reporter if processes.rank == 0 else Reporter())
+                first_reporter = Reporter(advance, lambda line: console.stderr.print(in_flags(line)))
+                reporter = first_reporter if processes.rank == 0 else Reporter()
+                reporter.progress(0, None, f"loading {source}")
+                measured = mesh.load(source, revision, dtype=dtype, sharded=configured_method.shared == "weights")
+                reporter.progress(0, None, "preparing prompts")  # loading is no part of the estimate
+                measurement = configured_method.measure(measured, mesh, reporter)
         except KeyboardInterrupt:
             kept = configured_method.kept
             hint = f"--resume goes on from {kept}" if kept and kept.is_file() else "nothing is kept"
@@ -146,7 +152,7 @@ def _save(measurement: Measurement, out: Path) -> None:
 
     if isinstance(measurement.result, HeadProfile):
         for line in outcome(measurement.result) if measurement.history is not None else ():
-            console.stderr.print(line)
+            console.stderr.print(in_flags(line))
         save(measurement.result, out)
     else:
         save_losses(measurement.result, out)

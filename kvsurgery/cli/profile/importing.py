@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsurgery.cli.profile.saving import out_option
+
 if TYPE_CHECKING:
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.profiled_model import ProfiledModel
@@ -34,7 +36,7 @@ def _import_options(command: Any) -> Any:
     for option in (
         click.option("--revision", help="Branch, tag or commit of the model; for a Hub id its commit is recorded."),
         click.option("--base-model", help="Model name to record; `convert` starts from it.  [default: (SRC)]"),
-        click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write."),
+        out_option,
         click.option(
             "--model",
             "source",
@@ -68,8 +70,9 @@ def _save(
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.loading import local_file
     from kvsurgery.profile.profiled_model import ProfiledModel
+    from kvsurgery.system.files import check_new_file
 
-    HeadProfile.check_output(options["out"])
+    check_new_file(options["out"])
     model = ProfiledModel.read(options["source"], options["revision"])
     files, origins = [], []
     for source in sources:
@@ -238,7 +241,7 @@ def flexicache(path: str, entry: str | None, heads: str | None, **options: Any) 
 
 @import_group.command()
 @click.argument("name", metavar="MODEL")
-@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
+@out_option
 def reform(name: str, out: Path) -> None:
     """The embedding heads that REFORM's paper chose for a model.
 
@@ -250,5 +253,7 @@ def reform(name: str, out: Path) -> None:
     """
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.profile.importers.reform import import_reform
+    from kvsurgery.system.files import check_new_file
 
+    check_new_file(out)
     save(import_reform(name), out)

@@ -8,6 +8,7 @@ from typing import Literal
 import click
 
 from kvsurgery.cli.options import group_reduce_option
+from kvsurgery.cli.profile.saving import out_option
 
 
 @click.command()
@@ -24,7 +25,7 @@ from kvsurgery.cli.options import group_reduce_option
     "How scores of the query heads of a group become their KV head's, where other profiles score KV heads."
 )
 @click.option("--base-model", help="Model name to record.  [default: (what all profiles name)]")
-@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
+@out_option
 def merge(
     paths: tuple[str, ...],
     how: Literal["mean", "max", "rank-product"],
@@ -47,8 +48,10 @@ def merge(
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.profile import merging
     from kvsurgery.profile.loading import load_scores
+    from kvsurgery.system.files import check_new_file
 
     if any(Path(path).resolve() == out.resolve() for path in paths):
         raise click.UsageError(f"{out} is one of the profiles to merge; give another output file")
+    check_new_file(out)
     profiles = [load_scores(path) for path in paths]
     save(merging.merge(profiles, how, base_model=base_model, group_reduce=group_reduce), out)

@@ -5,9 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
+from kvsurgery.cli.options import LocalPath
+
 if TYPE_CHECKING:
     from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.head_profile import HeadProfile
+
+
+out_option = click.option("-o", "--out", required=True, type=LocalPath(), help="The profile to write, a new file.")
 
 
 def save(profile: HeadProfile, out: Path) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvsurgery.cli.options import LocalPath
+
 if TYPE_CHECKING:
     from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.embedding_heads import EmbeddingHead
@@ -25,7 +27,7 @@ BEST = 5
     help="Model to read sliding windows from: a folder, a config.json or a Hub id. Profiles of version 0.1 need it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print facts and scores as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Write the heat map as a PNG as well.")
+@click.option("--plot", type=LocalPath(), help="Write the heat map as a PNG as well.")
 def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> None:
     """Show a head profile as a heat map.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsurgery.errors import ProfileError
@@ -46,11 +45,6 @@ class KVBits(Method):
     def check(self) -> None:
         super().check()
         self.sizes.check()
-
-    def check_output(self, out: Path) -> None:
-        from kvsurgery.profile.cache_losses import CacheLosses
-
-        CacheLosses.check_output(out)
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
         from kvsurgery.measure.cache_losses import cache_losses

@@ -67,16 +67,6 @@ class Method(ABC):
         """The file from which an interrupted measurement goes on, if there is one."""
         return None
 
-    def check_output(self, out: Path) -> None:
-        """Check that the result can be written.
-
-        Raises:
-            OutputError: it cannot.
-        """
-        from kvsurgery.profile.head_profile import HeadProfile
-
-        HeadProfile.check_output(out)
-
     def check(self) -> None:
         """Check settings and files as far as that needs no model.
 
