@@ -146,8 +146,7 @@ class ChunkEncoder:
     def __init__(self, model: torch.nn.Module, layout: KVLayout, reform: Reform):
         self.model, self.reform = model, reform
         # layers refer to it weakly: what was read is freed at once, rather than when garbage is collected
-        layers = [self.layer(index, layer, proxy(self)) for index, layer in enumerate(layout.layers)]
-        self.cache = Cache(layers=layers)
+        self.cache = Cache(layers=[self.layer(index, layer, proxy(self)) for index, layer in enumerate(layout.layers)])
         self.past = 0  # positions that earlier chunks take
 
     def read_chunk(self, **inputs: torch.Tensor) -> Any:
