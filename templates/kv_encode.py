@@ -7,7 +7,6 @@ before every chunk, so that no position exceeds budget + chunk; keys are stored 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
-from weakref import proxy
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +50,11 @@ class Rotation(NamedTuple):
 class EncodingLayer(HandingLayer):
     """What one layer keeps from chunk to chunk: keys before RoPE and values, [1, kv_heads, kept, head_dim]."""
 
-    def __init__(self, index: int, layout: LayerLayout, encoder: "ChunkEncoder"):
+    encoder: Any  # the `ChunkEncoder`, while a chunk is read
+
+    def __init__(self, index: int, layout: LayerLayout):
         super().__init__()
-        self.index, self.layout, self.encoder = index, layout, encoder
+        self.index, self.layout = index, layout
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         self.keys, self.values = key_states[:, :, :0], key_states[:, :, :0]
@@ -145,8 +146,8 @@ class ChunkEncoder:
 
     def __init__(self, model: torch.nn.Module, layout: KVLayout, reform: Reform):
         self.model, self.reform = model, reform
-        # layers refer to it weakly: what was read is freed at once, rather than when garbage is collected
-        self.cache = Cache(layers=[self.layer(index, layer, proxy(self)) for index, layer in enumerate(layout.layers)])
+        self.layers = [self.layer(index, layer) for index, layer in enumerate(layout.layers)]
+        self.cache = Cache(layers=[*self.layers])
         self.past = 0  # positions that earlier chunks take
 
     def read_chunk(self, **inputs: torch.Tensor) -> Any:
@@ -155,6 +156,10 @@ class ChunkEncoder:
         positions = torch.arange(self.past + states.shape[1], device=states.device)[None]
         output = None
         with ExitStack() as hooks, suppress(Exit):
+            for layer in self.layers:
+                layer.encoder = self
+                # a reference that lasts would keep what was read until garbage is collected
+                hooks.callback(delattr, layer, "encoder")
             for layer in self.model.get_submodule("layers").children():
                 attention = layer.get_submodule("self_attn")
                 hooks.callback(attention.register_forward_pre_hook(self.position, with_kwargs=True).remove)

@@ -110,7 +110,8 @@ class TestTrial:
         changes[0, 3], changes[1, 1] = 1, 2
         found = CacheTrial(model, layers, ids, PROMPT, caches).divergence(changes, tokens=5)
         shorter = CacheTrial(model, layers, ids[:, : PROMPT + 5], PROMPT, caches)
-        assert found.tolist() == pytest.approx(shorter.divergence(changes).tolist(), rel=1e-3)
+        # how logits round differs between processors
+        assert found.tolist() == pytest.approx(shorter.divergence(changes).tolist(), rel=1e-3, abs=2e-7)
 
     def test_rows_share_the_prompt_of_their_streaming_heads(self) -> None:
         model = gemma()
