@@ -9,9 +9,10 @@ import torch
 
 from kvsurgery.bench.caches import stored_bytes
 from kvsurgery.bench.contenders import contenders, load_models, usable_contenders
-from kvsurgery.bench.measure import Workload, measure
+from kvsurgery.bench.measure import measure
 from kvsurgery.bench.results import Bench
 from kvsurgery.bench.timing import read_bandwidth
+from kvsurgery.bench.workload import Workload
 from kvsurgery.conversion.inspection import Facts, Surgery, inspect_checkpoint
 from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import CheckpointError, KVSurgeryError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,52 +14,13 @@ from kvsurgery.bench.contenders import Contender, step_weights
 from kvsurgery.bench.memory import peak_of
 from kvsurgery.bench.results import PHASES, Phase, Row
 from kvsurgery.bench.timing import Stopwatch, quartiles
+from kvsurgery.bench.workload import WARM, Workload
 from kvsurgery.display.progress import Progress
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.answering import ran_out
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.system.processes import Processes
 from kvsurgery.templates.kv_cache import CACHE
-
-# decode steps that are not counted; on a GPU, the third captures the ones that follow
-WARM = 4
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What every contender does.
-
-    Attributes:
-        lengths: tokens of prompts.
-        batches: numbers of prompts that are read together.
-        new: decode steps after a prompt, the first `WARM` of which do not count; with 12 and more, a CUDA graph is
-            captured.
-        chunk: tokens of a chunk, where a prompt is also read in chunks.
-        rounds: how often everything is timed, after a round that warms up and measures the memory.
-        seed: of the prompts' random tokens.
-
-    Raises:
-        KVSurgeryError: a number is out of range.
-    """
-
-    lengths: tuple[int, ...]
-    batches: tuple[int, ...] = (1,)
-    new: int = 48
-    chunk: int = 2048
-    rounds: int = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, minimum in {"lengths": 1, "batches": 1, "new": WARM + 1, "chunk": 1, "rounds": 1}.items():
-            value = getattr(self, name)
-            smallest_value = min(value, default=0) if isinstance(value, tuple) else value
-            if smallest_value < minimum:
-                raise KVSurgeryError(f"`{name}` must be {minimum} or more, got {smallest_value}")
-
-    @property
-    def cells(self) -> list[tuple[int, int]]:
-        """Every batch and length, once."""
-        return [*dict.fromkeys((batch, length) for batch in self.batches for length in self.lengths)]
 
 
 def measure(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvsurgery.bench.workload import WARM
 from kvsurgery.cli.options import LocalPath, Several, Tokens
 from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, quiet_transformers, typed_command
 from kvsurgery.setting import CHUNK_HELP
@@ -40,7 +41,7 @@ NOTHING = "-"  # in place of what was not measured
 @click.option(
     "--new-tokens",
     "new",
-    type=Tokens(5),  # `bench.measure.WARM` steps are not counted
+    type=Tokens(WARM + 1),
     default=48,
     show_default=True,
     help="Decode steps after a prompt; a CUDA graph needs 12.",

@@ -115,7 +115,9 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     else:
         lines = ["converted, then saved again by save_pretrained: it runs, but cannot be reverted"]
     counts = surgery.counts
-    per_layer = " ".join("-" if count is None else str(count) for count in surgery.full_heads)
+    per_layer = ["-" if count is None else str(count) for count in surgery.full_heads]
+    if len({*per_layer}) == 1:
+        per_layer = [per_layer[0], "in each"]
     others_text = "".join(f", {counts[kind]} {kind.name}" for kind in OTHERS if counts[kind])
     if quantized := surgery.quantization:
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
@@ -124,7 +126,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         lines.append(f"KV cache in {describe_bits(quantized)}, {unquantized}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
-    lines.append(f"{counts[FULL]} KV heads full{others_text}; full heads per layer: {per_layer}")
+    lines.append(f"{counts[FULL]} KV heads full{others_text}; full heads per layer: {' '.join(per_layer)}")
     if surgery.hold:
         lines.append(describe_hold(**surgery.hold, scheme=quantized["scheme"] if quantized else None))
     if refusal := surgery.vllm.get("refusal"):

@@ -193,7 +193,7 @@ def _problem(checkpoint: Checkpoint) -> str | None:
     try:
         family = Family.of(checkpoint.config)
         if None not in family.windows(checkpoint.config):
-            return "every layer has a sliding window of its own; there is nothing to convert"
+            return "no layer has full attention; there is nothing to convert"
         plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
     except UnsupportedModel as error:
         return str(error)

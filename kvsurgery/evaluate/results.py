@@ -148,6 +148,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings["models"], dict) or not isinstance(settings["versions"], dict):
             raise ValueError("no models or no versions")
+        for name, entry in settings["models"].items():
+            for name_of_field, kind in {"path": str, "fingerprint": str, "checkpoint": dict}.items():
+                if not (isinstance(entry, dict) and isinstance(entry.get(name_of_field), kind)):
+                    raise ValueError(f"no {name_of_field} of the model {name}")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise OutputError(f"{path} has no settings of an evaluation: {error}; give another folder") from error
     return settings

@@ -94,7 +94,7 @@ class Evaluation:
             for sample in limited_samples(tasks, reader, options.limit):
                 samples.append(sample)
                 if processes.rank == 0:
-                    progress(len(samples), None, f"prompts of {sample.task}")
+                    progress(0, None, f"made {len(samples):,} prompts, the last of {sample.task}")
         task_settings = {name: json.loads(json.dumps(asdict(task), default=str)) for name, task in tasks.items()}
         evaluation = cls(Path(folder), tuple(samples), reader, options, task_settings, processes)
         with processes.first():

@@ -39,6 +39,13 @@ class ModelDimensions:
         return f"{self.layers} layers, {self.query_heads} query heads, {self.heads}"
 
 
+def attention_name(window: int | None) -> str:
+    """What attention a layer has whose own window this is, as in `ModelLayers.windows`."""
+    if window == 0:
+        return "linear attention"
+    return "full attention" if window is None else f"a sliding window of {window} tokens"
+
+
 @dataclass(frozen=True)
 class ModelLayers:
     """What attention each layer of a model has, and where its KV cache is.

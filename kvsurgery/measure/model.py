@@ -125,9 +125,7 @@ class MeasuredModel:
         """
         layers = [layer for layer, window in enumerate(self.windows) if window is None]
         if not layers:
-            raise UnsupportedModel(
-                f"every layer of {self.name} has a sliding window of its own: no head reads the whole context"
-            )
+            raise UnsupportedModel(f"no layer of {self.name} has full attention: no head reads the whole context")
         return layers
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 
 from kvsurgery.errors import PolicyError
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers, attention_name
 from kvsurgery.heads.kinds import BUDGETED, FULL, HeadKind, Rest, counts
 from kvsurgery.heads.section import quantization_section, selection_section
 from kvsurgery.policy.budgets import BETA, allocate_budgets
@@ -135,8 +135,9 @@ def decide(
     eligible, budget_profile = model.eligible, budgets or profile
     for measured_profile in (profile, budget_profile):
         if (unmeasured_layers := np.flatnonzero(eligible & ~measured_profile.eligible)).size:
+            measured = attention_name((measured_profile.windows or ())[unmeasured_layers[0]])
             raise PolicyError(
-                f"layer {unmeasured_layers[0]} has full attention in this model and a sliding window in the profile's, "
+                f"layer {unmeasured_layers[0]} has full attention in this model and {measured} in the profile's, "
                 f"{measured_profile.base_model}; measure this model: kvsurgery profile compute"
             )
     _check_model(model, profile.model, recipe)
@@ -223,7 +224,7 @@ def _options(recipe: Recipe, losses: CacheLosses | None) -> dict[str, Any]:
 def _check_model(model: ModelLayers, dimensions: ModelDimensions, recipe: Recipe) -> None:
     """Raise PolicyError where no layer has full attention, or heads do not come in so many blocks."""
     if not model.eligible.any():
-        raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
+        raise PolicyError("no layer of this model has full attention; there is nothing to convert")
     for layer_dimensions in (dimensions, model.sliding or dimensions):
         check_blocks(recipe.tp, layer_dimensions.kv_heads)
 

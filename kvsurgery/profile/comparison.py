@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvsurgery.errors import ProfileError
+from kvsurgery.heads.dimensions import attention_name
 from kvsurgery.profile.full_heads import full_heads, kv_scores
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.ranking import SPARSITIES, ceiling, places, ranks
@@ -185,16 +186,10 @@ def common_windows(profiles: Sequence[HeadProfile]) -> tuple[int | None, ...] | 
         )
         raise ProfileError(
             f"{first_model} and {second_model} are different models: layer {layer} has "
-            f"{_attention(first_windows[layer])} in one and {_attention(second_windows[layer])} in the other; "
+            f"{attention_name(first_windows[layer])} in one and {attention_name(second_windows[layer])} in the other; "
             "give profiles of one model"
         )
     return next(iter(models_by_windows), None)
-
-
-def _attention(window: int | None) -> str:
-    if window == 0:
-        return "linear attention"
-    return "full attention" if window is None else f"a sliding window of {window} tokens"
 
 
 def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:

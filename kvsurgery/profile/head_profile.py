@@ -34,8 +34,8 @@ class HeadProfile(TensorFile):
         sink, recent: tokens of the streaming pattern that scores were measured with, where there was one.
         embedding_heads: of a reform profile, by layer, state and head; empty in any other.
         ranking: what they were picked from, where it was measured.
-        windows: per layer, the model's own sliding window in tokens, or None for full attention; None as a whole where
-            the profile does not say, as in files of version 0.1.
+        windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention; None
+            as a whole where the profile does not say, as in files of version 0.1.
 
     Raises:
         ProfileError: any of them contradicts the rest.
@@ -130,7 +130,7 @@ class HeadProfile(TensorFile):
 
     @property
     def eligible(self) -> np.ndarray:
-        """bool [layers]: those whose heads may be full, without a sliding window of the model's own."""
+        """bool [layers]: those whose heads may be full, which have full attention in the model."""
         return np.array([window is None for window in self.windows or [None] * self.model.layers])
 
     def __eq__(self, other: object) -> bool:

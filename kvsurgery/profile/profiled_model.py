@@ -22,7 +22,8 @@ class ProfiledModel:
     Attributes:
         name, revision: Hub id or folder, and the commit where known.
         dimensions: of attention.
-        windows: per layer, its own sliding window in tokens, or None for full attention; None as a whole if unknown.
+        windows: per layer, its own sliding window in tokens, 0 for linear and None for full attention; None as a
+            whole if unknown.
     """
 
     name: str

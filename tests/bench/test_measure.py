@@ -12,8 +12,9 @@ import torch
 from kvsurgery.bench import contenders as who
 from kvsurgery.bench import timing
 from kvsurgery.bench.contenders import Contender, contenders, load_models, step_weights
-from kvsurgery.bench.measure import WARM, Turns, Workload, measure, prompts
+from kvsurgery.bench.measure import Turns, measure, prompts
 from kvsurgery.bench.results import Row
+from kvsurgery.bench.workload import WARM, Workload
 from kvsurgery.display.progress import silent
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.profile.embedding_heads import EmbeddingHead

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.bench import benchmark as module
-from kvsurgery.bench.measure import WARM
 from kvsurgery.bench.results import Bench
+from kvsurgery.bench.workload import WARM
 from kvsurgery.cli.bench import _show, bench
 from tests.helpers.command import done, refused, run
 from tests.helpers.families import make

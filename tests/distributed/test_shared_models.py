@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig
 
 from kvsurgery.bench.benchmark import benchmark
-from kvsurgery.bench.measure import Workload
 from kvsurgery.bench.results import Bench
+from kvsurgery.bench.workload import Workload
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL

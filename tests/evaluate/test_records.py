@@ -101,6 +101,7 @@ def test_a_record_that_is_no_answer_is_named(tmp_path, record, words):
         answers(tmp_path, NEEDLE, record)
 
 
+MODEL = {"path": "org/model", "fingerprint": "cd", "checkpoint": {}}
 SETTINGS = {"tasks": {"needle": {"lengths": [8]}}, "options": {"seed": 0}, "versions": {"torch": "2"}, "samples": "ab"}
 
 
@@ -119,7 +120,7 @@ SETTINGS = {"tasks": {"needle": {"lengths": [8]}}, "options": {"seed": 0}, "vers
     ],
 )
 def test_other_settings_are_named(tmp_path, change, words):
-    write_settings(tmp_path, {**SETTINGS, "file": "results.json", "models": {"original": {}}})
+    write_settings(tmp_path, {**SETTINGS, "file": "results.json", "models": {"original": MODEL}})
     check_settings(tmp_path, SETTINGS)
     with pytest.raises(OutputError, match=words):
         check_settings(tmp_path, {**SETTINGS, **change})
@@ -132,7 +133,15 @@ def test_a_field_is_called_what_its_option_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", "[" * 100_000, json.dumps({"models": [], "versions": {}})], ids=cut
+    "content",
+    [
+        *("", "[]", "{}", "[" * 100_000, json.dumps({"models": [], "versions": {}})),
+        *(
+            json.dumps({"models": {"original": entry}, "versions": {}})
+            for entry in ({}, [], 3, {**MODEL, "path": None})
+        ),
+    ],
+    ids=cut,
 )
 def test_settings_of_something_else_are_refused(tmp_path, content):
     (tmp_path / "settings.json").write_text(content)

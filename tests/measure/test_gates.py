@@ -180,7 +180,7 @@ def test_layers_with_a_window_of_their_own_have_no_gates():
     assert (scores[:3] == 1).all()
     assert (scores[3] == 0).all()
     nothing = measured_model(stock("qwen2", max_window_layers=0))
-    with pytest.raises(UnsupportedModel, match="every layer of random has a sliding window"):
+    with pytest.raises(UnsupportedModel, match="no layer of random has full attention"):
         initial_gates(nothing)
 
 

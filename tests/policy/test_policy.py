@@ -106,7 +106,7 @@ class TestSelection:
         for option in ({"sparsity": 0.5}, {"rest": "budgeted"}, {"budget": 9}, {"hold": 32}):
             with pytest.raises(PolicyError, match=f"`{next(iter(option))}` chooses heads by scores"):
                 keep_all(model, ModelLayers([None] * 2), Recipe(**option))
-        with pytest.raises(PolicyError, match="every layer of this model has a sliding window"):
+        with pytest.raises(PolicyError, match="no layer of this model has full attention"):
             keep_all(model, ModelLayers([9, 9]), Recipe())
         reform = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
         with pytest.raises(ProfileError, match="has embedding heads and no scores"):
@@ -296,7 +296,7 @@ class TestRefusals:
             decide(profile(np.eye(2)), ModelLayers([None, 8]), Recipe(full_heads=3))
 
     def test_nothing_eligible(self):
-        with pytest.raises(PolicyError, match="every layer of this model has a sliding window"):
+        with pytest.raises(PolicyError, match="no layer of this model has full attention"):
             decide(profile(np.eye(2)), ModelLayers([8, 8]))
 
     def test_another_model_s_layers(self):

@@ -226,6 +226,10 @@ def saved(folder: Path, *parts: Any, samples: str = "samples", weights: str = "w
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         part.save(folder)
-    known = {"samples": samples, "models": {"original": {"fingerprint": weights}}, "versions": {}}
+    known = {
+        "samples": samples,
+        "models": {"original": {"path": "org/model", "fingerprint": weights, "checkpoint": {}}},
+        "versions": {},
+    }
     (folder / "settings.json").write_text(json.dumps(known))
     return folder

@@ -116,7 +116,8 @@ def compute(
             hint = f"--resume goes on from {kept}" if kept and kept.is_file() else "nothing is kept"
             raise Interrupted(hint) from None
         if processes.rank == 0:
-            _save(measurement, out)
+            measurement.result.save(out)  # before anything is imported that may have been upgraded meanwhile
+            _show(measurement, out)
 
 
 def _configured_method(ctx: click.Context, name: str, seed: int) -> Method:
@@ -142,9 +143,9 @@ def _check_sharing(method: Method, mesh: Mesh) -> None:
         raise click.UsageError(f"processes that measure {method.name} share the passages; leave --tp out")
 
 
-def _save(measurement: Measurement, out: Path) -> None:
-    """Write what was measured, describe it, and plot a training."""
-    from kvsurgery.cli.profile.saving import save, save_losses
+def _show(measurement: Measurement, out: Path) -> None:
+    """Describe what was measured and written, and plot a training."""
+    from kvsurgery.cli.profile.saving import show_saved, show_saved_losses
     from kvsurgery.display import console
     from kvsurgery.measure.training import outcome
     from kvsurgery.profile.head_profile import HeadProfile
@@ -153,9 +154,9 @@ def _save(measurement: Measurement, out: Path) -> None:
     if isinstance(measurement.result, HeadProfile):
         for line in outcome(measurement.result) if measurement.history is not None else ():
             console.stderr.print(in_flags(line))
-        save(measurement.result, out)
+        show_saved(measurement.result, out)
     else:
-        save_losses(measurement.result, out)
+        show_saved_losses(measurement.result, out)
     if measurement.history is not None and measurement.curve is not None:
         plot_training(measurement.history, measurement.curve)
         console.stderr.print(f"wrote {measurement.curve}")

@@ -65,7 +65,7 @@ def _save(
     """
     from dataclasses import asdict, replace
 
-    from kvsurgery.cli.profile.saving import save
+    from kvsurgery.cli.profile.saving import show_saved
     from kvsurgery.errors import ProfileError
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.loading import local_file
@@ -84,7 +84,8 @@ def _save(
     profile = importer(files, replace(model, name=options["base_model"] or model.name))
     if origins:
         profile = replace(profile, provenance={**profile.provenance, "hub": origins})
-    save(profile, options["out"])
+    profile.save(options["out"])
+    show_saved(profile, options["out"])
 
 
 @import_group.command()
@@ -251,9 +252,11 @@ def reform(name: str, out: Path) -> None:
     \b
     kvsurgery profile import reform Qwen/Qwen2.5-7B-Instruct -o reform.safetensors
     """
-    from kvsurgery.cli.profile.saving import save
+    from kvsurgery.cli.profile.saving import show_saved
     from kvsurgery.profile.importers.reform import import_reform
     from kvsurgery.system.files import check_new_file
 
     check_new_file(out)
-    save(import_reform(name), out)
+    profile = import_reform(name)
+    profile.save(out)
+    show_saved(profile, out)

@@ -45,7 +45,7 @@ def merge(
     kvsurgery profile merge seed0.safetensors seed1.safetensors seed2.safetensors -o mean.safetensors
     kvsurgery profile merge duo.safetensors r2.safetensors --how rank-product -o both.safetensors
     """
-    from kvsurgery.cli.profile.saving import save
+    from kvsurgery.cli.profile.saving import show_saved
     from kvsurgery.profile import merging
     from kvsurgery.profile.loading import load_scores
     from kvsurgery.system.files import check_new_file
@@ -54,4 +54,6 @@ def merge(
         raise click.UsageError(f"{out} is one of the profiles to merge; give another output file")
     check_new_file(out)
     profiles = [load_scores(path) for path in paths]
-    save(merging.merge(profiles, how, base_model=base_model, group_reduce=group_reduce), out)
+    profile = merging.merge(profiles, how, base_model=base_model, group_reduce=group_reduce)
+    profile.save(out)
+    show_saved(profile, out)

@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 out_option = click.option("-o", "--out", required=True, type=LocalPath(), help="The profile to write, a new file.")
 
 
-def save(profile: HeadProfile, out: Path) -> None:
-    """Write a profile, describe it, and say what to do with it."""
+def show_saved(profile: HeadProfile, out: Path) -> None:
+    """Describe a profile that was written, and say what to do with it."""
     from kvsurgery.display import console
     from kvsurgery.profile.methods import SCORE_METHODS
     from kvsurgery.profile.summary import describe
 
-    profile.save(out)
     console.stdout.print(f"wrote {out}\n{describe(profile)}")
     method = SCORE_METHODS.get(profile.method)
     needs_budget = method is not None and method.rest == "budgeted" and method.kind != "budget"
@@ -31,11 +30,10 @@ def save(profile: HeadProfile, out: Path) -> None:
     console.stderr.print(f"Next: kvsurgery convert --profile {out}{budget} --out DIR")
 
 
-def save_losses(losses: CacheLosses, out: Path) -> None:
-    """Write measured losses of caches, show them, and say what to do with them."""
+def show_saved_losses(losses: CacheLosses, out: Path) -> None:
+    """Show losses of caches that were written, and say what to do with them."""
     from kvsurgery.display import console
 
-    losses.save(out)
     console.stdout.print(f"wrote {out}")
     print_losses(losses)
     console.stderr.print(f"Next: kvsurgery convert --profile PROFILE --kv-bits 4 --kv-measured {out} --out DIR")
