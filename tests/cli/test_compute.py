@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -181,6 +182,14 @@ def test_language_modelling_and_attention(folder):
     done("profile", "compute", folder, "--method", "duo", "--loss", "lm", *GATES, *PROMPTS[:4], "-o", "lm.safetensors")
     assert HeadProfile.load("lm.safetensors").provenance["loss"] == "lm"
     done("profile", "compute", folder, "--method", "attention", "--samples", 2, *PROMPTS, "-o", "p.safetensors")
+    assert HeadProfile.load("p.safetensors").method == "attention"
+
+
+def test_a_profile_is_written_before_it_is_described(folder, monkeypatch):
+    """Whatever has happened meanwhile to the code that describes it."""
+    monkeypatch.setitem(sys.modules, "kvsurgery.profile.summary", None)
+    with pytest.raises(ImportError):
+        run("profile", "compute", folder, "--method", "attention", "--samples", 2, *PROMPTS, "-o", "p.safetensors")
     assert HeadProfile.load("p.safetensors").method == "attention"
 
 

@@ -114,6 +114,12 @@ def test_a_converted_checkpoint_tells_its_surgery(mixed):
     assert serving["command"] in text(converted.folder)
 
 
+def test_equal_layers_are_counted_once(all_full, mixed):
+    assert "full heads per layer: 4 in each\n" in text(all_full("llama").folder)
+    counts = " ".join(str(sum(layer)) for layer in mixed("llama").full)
+    assert f"full heads per layer: {counts}\n" in text(mixed("llama").folder)
+
+
 def test_heads_are_told_in_the_originals_order(mixed):
     converted = mixed("qwen2")
     assert any(layer.order != tuple(sorted(layer.order)) for layer in converted.policy.layers)
