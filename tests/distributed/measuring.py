@@ -81,6 +81,8 @@ def work(processes: Processes, cases: list[tuple[Path, int, int]], out: Path) ->
         measured = mesh.load(str(folder))
         weights = list(measured.model.get_decoder().layers.parameters())
         held = sum((weight.to_local() if hasattr(weight, "to_local") else weight).numel() for weight in weights)
-        results = measure(measured, mesh) | {"resumed": resume(measured, mesh, out / f"{number}.state")}
+        results = measure(measured, mesh)
+        if not number:
+            results["resumed"] = resume(measured, mesh, out / "training.state")
         found.append((results, held, fingerprint(measured)))
     return found

@@ -106,11 +106,10 @@ def cases(names: str, nearest: list[tuple], *others: tuple) -> pytest.MarkDecora
     """Parametrize a test by target and case.
 
     The oldest Triton compiles them for A100, which together leave the least room: the cases nearest to a limit, one of
-    each way through a kernel, and every third of the others. For H100, also with the newest one, there are only the
-    nearest.
+    each way through a kernel, and every third of the others. The newest one compiles the nearest for H100.
     """
-    for_a100 = [*nearest, *(others if ALL else others[::3])] if OLDEST else []
-    every = [(80, case) for case in for_a100] + [(90, case) for case in nearest]
+    every = [(80, case) for case in [*nearest, *(others if ALL else others[::3])]] if OLDEST else []
+    every += [(90, case) for case in nearest] if ALL or not OLDEST else []
     given = [pytest.param(target, *case, id=f"sm{target}-{'-'.join(map(str, case))}") for target, case in every]
     return pytest.mark.parametrize(f"compiled, {names}", given, indirect=["compiled"])
 

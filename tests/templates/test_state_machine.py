@@ -189,5 +189,5 @@ def test_any_operations_on_a_cache(family, stored, monkeypatch):
     machine = type("CacheMachine", (CacheMachine,), {"family": family, "stored": stored})
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=60, stateful_step_count=20),
+        settings=settings(max_examples=40, stateful_step_count=20),
     )
