@@ -31,7 +31,6 @@ from provenance import record_versions
 from kvsurgery.display import console
 from kvsurgery.display.progress import silent
 from kvsurgery.evaluate.options import Options
-from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.runner import started_evaluation
 from kvsurgery.evaluate.sample import Task
@@ -40,6 +39,7 @@ from kvsurgery.evaluate.tasks.babilong import BabilongTask
 from kvsurgery.evaluate.tasks.cloze import ClozeTask
 from kvsurgery.evaluate.tasks.ruler import RulerTask
 from kvsurgery.profile.loading import load_scores
+from kvsurgery.system.json_lines import read_lines
 
 RULER_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1")  # those that SmolLM2 can do
 BABILONG_TASKS = ("qa1", "qa2", "qa3")

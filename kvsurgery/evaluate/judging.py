@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.evaluate.records import lines
 from kvsurgery.evaluate.sample import Conversation, Sample
 from kvsurgery.evaluate.statistics import Records
 from kvsurgery.system.files import write_whole
+from kvsurgery.system.json_lines import lines
 
 
 def write_judged(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,35 +15,14 @@ import transformers
 from blake3 import blake3
 from transformers import PreTrainedTokenizerBase
 
-from kvsurgery.errors import KVSurgeryError, OutputError, cut, short
+from kvsurgery.errors import OutputError, cut, short
 from kvsurgery.evaluate.results import SETTINGS, read_settings
 from kvsurgery.evaluate.sample import Sample
 from kvsurgery.evaluate.tasks import task_classes
 from kvsurgery.setting import settings_of
-from kvsurgery.system.files import differences, json_values, parse_json, write_whole
+from kvsurgery.system.files import differences, write_whole
+from kvsurgery.system.json_lines import damaged, read_lines
 from kvsurgery.version import __version__
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file, none of an absent one. A torn last line is cut off the file.
-
-    Raises:
-        KVSurgeryError: a line before it is no JSON object.
-    """
-    if not path.exists():
-        return []
-    complete_lines, newline, torn_line = path.read_bytes().rpartition(b"\n")
-    if torn_line:
-        os.truncate(path, len(complete_lines) + len(newline))
-    records = []
-    for number, line in enumerate(complete_lines.split(b"\n") if newline else [], 1):
-        try:
-            records.append(parse_json(line.decode()))
-            if not isinstance(records[-1], dict):
-                raise ValueError("no object")
-        except (ValueError, RecursionError) as error:
-            raise _damaged(path, number, str(error)) from error
-    return records
 
 
 def read_answers(path: Path, samples: Iterable[Sample]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -59,17 +37,13 @@ def read_answers(path: Path, samples: Iterable[Sample]) -> dict[tuple[str, str],
         key = record.get("task"), record.get("sample")
         sample = samples_by_key.get(key) if all(isinstance(name, str) for name in key) else None
         if sample is None:
-            raise _damaged(path, number, f'"task" and "sample" are those of no sample: {short(key)}')
+            raise damaged(path, number, f'"task" and "sample" are those of no sample: {short(key)}')
         if missing := _missing_field(record, sample):
-            raise _damaged(path, number, f'"{missing}" is missing, or of another type')
+            raise damaged(path, number, f'"{missing}" is missing, or of another type')
         if "nll" in record and record["nll"] is None:
             record["nll"] = math.nan
         records_by_key[sample.key] = record
     return records_by_key
-
-
-def _damaged(path: Path, number: int, reason: str) -> KVSurgeryError:
-    return KVSurgeryError(f"{path}, line {number} is damaged: {reason}; remove the file to run anew")
 
 
 def _missing_field(record: Mapping[str, Any], sample: Sample) -> str | None:
@@ -91,17 +65,6 @@ def _missing_field(record: Mapping[str, Any], sample: Sample) -> str | None:
 def _is_number(value: object) -> bool:
     """Whether a value can be a score, which no integer beyond float64 can."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 53)
-
-
-def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append records to a JSONL file."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(lines(records))
-
-
-def lines(records: Iterable[Mapping[str, Any]]) -> str:
-    """Records as JSONL, in which a number that JSON lacks is null."""
-    return "".join(json.dumps(json_values(record), ensure_ascii=False) + "\n" for record in records)
 
 
 def prompt_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

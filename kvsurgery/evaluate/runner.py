@@ -19,21 +19,14 @@ from kvsurgery.evaluate.checkpoint import copy_code, fingerprint, load, reader_o
 from kvsurgery.evaluate.held import with_kv_bytes
 from kvsurgery.evaluate.judging import write_judged
 from kvsurgery.evaluate.options import Options
-from kvsurgery.evaluate.records import (
-    append_lines,
-    check_settings,
-    lines,
-    prompt_record,
-    read_answers,
-    versions,
-    write_settings,
-)
+from kvsurgery.evaluate.records import check_settings, prompt_record, read_answers, versions, write_settings
 from kvsurgery.evaluate.results import CONVERTED, FILE, SAMPLES, SETTINGS, Results, read_settings
 from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, limited_samples
 from kvsurgery.evaluate.standing import Steps, standing
 from kvsurgery.evaluate.statistics import skip_counts, task_result
 from kvsurgery.evaluate.trial import Trial
 from kvsurgery.system.files import write_whole
+from kvsurgery.system.json_lines import append_lines, lines
 from kvsurgery.system.processes import Processes, started_processes
 
 

@@ -7,6 +7,8 @@ it sees neither what a head's values do to the output nor what other heads make 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
+from kvsurgery.measure.kept_samples import KeptSamples
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.head_profile import HeadProfile
@@ -31,6 +34,7 @@ def attention_profile(
     count: int = 50,
     *,
     data: Mapping[str, Any],
+    kept: Path | None = None,
     progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> HeadProfile:
@@ -42,6 +46,7 @@ def attention_profile(
     Args:
         prompts: called for the numbers 0 to count - 1, at place 0 of each.
         data: what the prompts are, for the provenance.
+        kept: the file from which an interrupted measurement goes on; only for a single process.
         progress: of the prompts.
         mesh: the processes that share the prompts.
 
@@ -53,14 +58,21 @@ def attention_profile(
     if count < 1:
         raise ProfileError(f"attention is measured over 1 prompt or more, got {count}")
     total = torch.zeros(measured.dimensions.layers, measured.dimensions.kv_heads, dtype=torch.float64)
-    share = mesh.share(count)
+    share, kept_samples = mesh.share(count), KeptSamples(kept, measured, "attention")
     for done, number in enumerate(share, 1):
-        total += attention_mass(measured, *prompts(number, 0), mesh).cpu()
-        progress(done * mesh.groups, count)
+        prompt = prompts(number, 0)
+        facts = [part.tolist() for part in prompt]
+        result, was_kept = kept_samples.result(facts, partial(_prompt_mass, measured, prompt, mesh))
+        total += torch.from_numpy(result["mass"])
+        progress(done * mesh.groups, None if was_kept else count)  # what was kept counts for no time
     total = mesh.processes.add(total.to(mesh.processes.device)).cpu().numpy()
     scores = (total / mesh.copies(measured) / count).clip(0, 1)
     provenance = {"data": dict(data), "count": count, "tool": TOOL}
     return measured.profile(scores.astype(np.float32), "attention", "kv", provenance=provenance)
+
+
+def _prompt_mass(measured: MeasuredModel, prompt: tuple[torch.Tensor, ...], mesh: Mesh) -> dict[str, np.ndarray]:
+    return {"mass": attention_mass(measured, *prompt, mesh=mesh).cpu().numpy()}
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from blake3 import blake3
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvsurgery import hub
@@ -21,6 +22,8 @@ from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.system.processes import tensor_parallel
 from kvsurgery.system.repo_id import checkpoint_folder
+
+HASHED = 4  # numbers of a weight, by which a model is known again
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,17 @@ class MeasuredModel:
         if not layers:
             raise UnsupportedModel(f"no layer of {self.name} has full attention: no head reads the whole context")
         return layers
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the first numbers of every weight, to know the model again, sharded or not."""
+        digest = blake3()
+        for name, weight in sorted(decoder_of(self.model).named_parameters()):
+            # of a sharded weight, the first process has the first rows, or the first columns
+            first_numbers = (weight.to_local() if hasattr(weight, "to_local") else weight)[:1].flatten()[:HASHED]
+            # a copy, since memory that numpy sees cannot be freed when weights are sharded again
+            digest.update(name.encode() + first_numbers.clone().cpu().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:32]
 
     @property
     def max_context(self) -> int:

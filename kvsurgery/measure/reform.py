@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 
 from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError, UnsupportedModel
+from kvsurgery.measure.kept_samples import KeptSamples
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.recurrence import LayerStates, RecurrentPass, chunks
@@ -60,6 +63,11 @@ class RankedPrompt:
                 raise ProfileError(f"gold tokens, {span}, lie outside the context, {self.context}")
 
     @property
+    def facts(self) -> list[Any]:
+        """The same in JSON's values."""
+        return [self.tokens.tolist(), *map(str, (self.context, self.question, self.gold))]
+
+    @property
     def gold_places(self) -> np.ndarray:
         """int64, ascending: the gold tokens as places in the context."""
         return np.unique(np.concatenate([np.array(span) for span in self.gold])).astype(int) - self.context.start
@@ -71,6 +79,7 @@ def embedding_ranking(
     *,
     recurrence: Reform = PAPER,
     data: Mapping[str, Any] | None = None,
+    kept: Path | None = None,
     progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> HeadProfile:
@@ -85,6 +94,7 @@ def embedding_ranking(
         samples: by task, "pattern" and "multihop" or one of them.
         recurrence: how long contexts are read: its chunk, and what is kept from one to the next.
         data: where the samples are from, for the provenance.
+        kept: the file from which an interrupted measurement goes on; only for a single process.
         progress: of the samples.
         mesh: the processes that share heads, and their groups samples.
 
@@ -112,16 +122,18 @@ def embedding_ranking(
     }
     # hidden states belong to no head
     copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(measured) for kind in RANKED_KINDS}
-    mnr, done = {}, 0
+    mnr, done, kept_samples = {}, 0, KeptSamples(kept, measured, REFORM, recurrence)
     for task, task_samples in samples.items():
         totals = {kind: np.zeros((measured.dimensions.layers, heads[kind])) for kind in RANKED_KINDS}
         for number, sample in enumerate(task_samples):
             done += 1
             if number % mesh.groups != mesh.group:
                 continue
-            for kind, ranks in sample_ranks(measured, sample, recurrence, local_kv_heads).items():
+            measure_sample = partial(sample_ranks, measured, sample, recurrence, local_kv_heads)
+            result, was_kept = kept_samples.result(sample.facts, measure_sample)
+            for kind, ranks in result.items():
                 totals[kind] += ranks
-            progress(done, len(all_samples))
+            progress(done, None if was_kept else len(all_samples))  # what was kept counts for no time
         means = {kind: mesh.total(total, copies[kind]) / len(task_samples) for kind, total in totals.items()}
         mnr[task] = {
             kind: mean if kind == "hidden" else measured.by_original_head(mean) for kind, mean in means.items()

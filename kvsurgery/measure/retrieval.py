@@ -16,8 +16,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from blake3 import blake3
 from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
+from kvsurgery.measure.kept_samples import KeptSamples
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.metrics.words import qa_f1, rouge1_recall
@@ -103,6 +106,7 @@ def retrieval_scores(
     *,
     method: str = "headkv-r2",
     choice: NeedleChoice | None = None,
+    kept: Path | None = None,
     progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> HeadProfile:
@@ -114,6 +118,7 @@ def retrieval_scores(
         trials: the grid that each needle is hidden in.
         method: a key of `RETRIEVAL_METHODS`.
         choice: how a trial chose these needles, where one did (`choose_needles`); it is recorded.
+        kept: the file from which an interrupted measurement goes on; only for a single process.
         progress: of the trials, from before the first one, with the number of right answers.
         mesh: the processes that share heads, and their groups trials.
 
@@ -127,7 +132,7 @@ def retrieval_scores(
     _, metric_name, _, reference = RETRIEVAL_METHODS[method]
     needles = _of_kind(needles, method)
     prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
-    rng = np.random.default_rng(trials.seed)
+    rng, kept_trials = np.random.default_rng(trials.seed), KeptSamples(kept, measured, method)
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
     heads = mesh.local_head_count(measured, measured.dimensions.query_heads)
     total, successes, best_answer = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
@@ -137,14 +142,17 @@ def retrieval_scores(
         if (done - 1) % mesh.groups != mesh.group:
             continue
         tokens, needle_span = prompt.around(text, needle_place(text, depth, measured.text))
-        steps = answer(measured, tokens, top=len(needle_span), limit=limit)
-        answer_text, score = judge_answer(measured, method, needle, steps)
-        if score > RIGHT:
+        right_answer = getattr(needle, reference)
+        facts = tokens.tolist(), str(needle_span), limit, right_answer
+        measure_trial = partial(_trial, measured, method, needle, tokens, needle_span, limit)
+        trial, was_kept = kept_trials.result(facts, measure_trial)
+        if trial["right"] > RIGHT:
             successes += 1
-            total += sum(_step_scores(step, needle_span, tokens, method) for step in steps)
-        if score > best_answer[0]:
-            best_answer = score, f"{answer_text[:80]!r} for {getattr(needle, reference)[:80]!r}"
-        progress(done, len(grid), f"{successes} right")
+            total += trial["scores"]
+        if trial["right"] > best_answer[0]:
+            best_answer = trial["right"], f"{trial['answer'][:80]!r} for {right_answer[:80]!r}"
+        # what was kept counts for no time
+        progress(done, None if was_kept else len(grid), f"{successes} right")
     successes = sum(mesh.processes.gather([successes])) // mesh.tp
     if not successes:
         share, description = max(mesh.processes.gather([best_answer]))
@@ -188,6 +196,18 @@ def _of_kind(needles: Sequence[Needle], method: str) -> list[Needle]:
             f"{' and '.join(SETS[kind])}"
         )
     return matching
+
+
+def _trial(
+    measured: MeasuredModel, method: str, needle: Needle, tokens: np.ndarray, needle_span: range, limit: int
+) -> dict[str, Any]:
+    """What the model answers, how right that is, and where it is right the scores of heads over the whole answer."""
+    steps = answer(measured, tokens, top=len(needle_span), limit=limit)
+    answer_text, right = judge_answer(measured, method, needle, steps)
+    trial = {"answer": answer_text, "right": float(right)}
+    if right <= RIGHT:
+        return trial
+    return {**trial, "scores": sum(_step_scores(step, needle_span, tokens, method) for step in steps)}
 
 
 def _step_scores(step: AnswerStep, needle_span: range, tokens: np.ndarray, method: str) -> np.ndarray:

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 
 from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import KVSurgeryError, ProfileError
 from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.gates import WARM_UP, add_gradient, gate_scores, initial_gates, rate
 from kvsurgery.measure.mesh import Mesh
-from kvsurgery.measure.model import MeasuredModel, decoder_of
+from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.settling import LATEST, SHARES, settled
 from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.profile.head_profile import HeadProfile
@@ -27,7 +26,6 @@ from kvsurgery.version import TOOL
 Prompts = Callable[[int, int], tuple[torch.Tensor, ...]]
 
 HIGH = 0.8  # a gate that has not moved far
-HASHED = 4  # numbers of a weight, by which a model is known again
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def train_gates(
     facts = {
         "model": measured.name,
         "revision": measured.revision,
-        "weights": mesh.processes.agree(fingerprint(measured)),
+        "weights": mesh.processes.agree(measured.fingerprint),
         "data": dict(data),
         **asdict(options),
     }
@@ -197,17 +195,6 @@ def outcome(profile: HeadProfile) -> list[str]:
             f"to keep more than {ranked_count} heads full, lower `reg` or train fewer steps"
         )
     return lines
-
-
-def fingerprint(measured: MeasuredModel) -> str:
-    """A hash of the first numbers of every weight, to know a model again, sharded or not."""
-    digest = blake3()
-    for name, weight in sorted(decoder_of(measured.model).named_parameters()):
-        # of a sharded weight, the first process has the first rows, or the first columns
-        first_numbers = (weight.to_local() if hasattr(weight, "to_local") else weight)[:1].flatten()[:HASHED]
-        # a copy, since memory that numpy sees cannot be freed when weights are sharded again
-        digest.update(name.encode() + first_numbers.clone().cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def _has_settled(state: TrainingState, options: GateOptions, processes: Processes) -> bool:

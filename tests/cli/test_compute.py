@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,59 @@ def test_an_interrupted_training_says_how_to_go_on(folder, monkeypatch):
     done(*start, "--checkpoint", "state", "--resume")
 
 
+@pytest.mark.parametrize(
+    ("method", "measured_by", "other", "prompts"),
+    [
+        ("attention", "attention.attention_mass", ["--passkeys", 1], 3),
+        ("headkv-r", "retrieval.answer", ["--lengths", 250], 2),
+        ("reform", "reform.sample_ranks", ["--context", 590], 4),
+    ],
+)
+def test_a_measurement_goes_on_with_the_same_command(
+    folder, recalling, method, measured_by, other, prompts, monkeypatch
+):
+    """To the same profile, from results of the same prompts."""
+    options = {
+        "attention": ["--samples", 3, *PROMPTS],
+        "headkv-r": recalling[1:],
+        "reform": ["--context", 600, "--samples", 2, "--chunk", 512],
+    }
+    model = recalling[0] if method == "headkv-r" else folder
+    start = ["profile", "compute", model, "--method", method, *options[method]]
+    module, name = measured_by.split(".")
+    owner = import_module(f"kvsurgery.measure.{module}")
+    measure, calls = getattr(owner, name), []
+
+    def counted(*arguments, **keywords):
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return measure(*arguments, **keywords)
+
+    stop = None
+    monkeypatch.setattr(owner, name, counted)
+    done(*start, "-o", "whole.safetensors")
+    whole, stop = len(calls), 2
+    calls.clear()
+    interrupted = run(*start, "-o", "p.safetensors")
+    assert interrupted.code == 130
+    assert "the same command goes on from p.safetensors.samples.jsonl" in interrupted.err
+    assert not Path("p.safetensors").exists()
+    content, stop = Path("p.safetensors.samples.jsonl").read_text(), None
+    calls.clear()
+    done(*start, "-o", "p.safetensors")
+    assert len(calls) == whole - 2
+    assert Path("p.safetensors").read_bytes() == Path("whole.safetensors").read_bytes()
+    assert not Path("p.safetensors.samples.jsonl").exists()
+
+    Path("q.safetensors.samples.jsonl").write_text(content)
+    calls.clear()
+    done(*start, *other, "-o", "q.safetensors")  # of other prompts, nothing is known
+    assert len(calls) == prompts
+    Path("r.safetensors.samples.jsonl").write_text(content.replace("0.", "0.1", 1))
+    assert "r.safetensors.samples.jsonl, line 1 is damaged" in refused(*start, "-o", "r.safetensors")
+
+
 def test_language_modelling_and_attention(folder):
     done("profile", "compute", folder, "--method", "duo", "--loss", "lm", *GATES, *PROMPTS[:4], "-o", "lm.safetensors")
     assert HeadProfile.load("lm.safetensors").provenance["loss"] == "lm"
@@ -218,8 +272,9 @@ def test_embedding_heads(folder):
     assert "reform embedding heads:" in said.out
 
 
-def test_needles(here):
-    """The bundled model recalls facts; their words are its own."""
+@pytest.fixture
+def recalling(here):
+    """The bundled model, and options of a measurement that it answers: its words are its own."""
     words = task.vocabulary()
     filler = task.filler(np.random.default_rng(0), 1, 800)[0]
     Path("text.txt").write_text(" ".join(words[token] for token in filler))
@@ -227,8 +282,12 @@ def test_needles(here):
     needle = {"needle": f"remember {key} {' '.join(values)} .", "real_needle": " ".join(values)}
     needle |= {"question": f"recall {key}", "answer": " ".join(values)}
     Path("needles.jsonl").write_text(json.dumps(needle) + "\n")
-    common = ["--needles", "needles.jsonl", "--text", "text.txt", "--lengths", "256,300", "--depths", "0.2,0.6"]
-    said = done("profile", "compute", FOLDER / "model", "--method", "headkv-er", *common, "-o", "p.safetensors")
+    options = ["--needles", "needles.jsonl", "--text", "text.txt", "--lengths", "256,300", "--depths", "0.2,0.6"]
+    return [FOLDER / "model", *options]
+
+
+def test_needles(recalling):
+    said = done("profile", "compute", *recalling, "--method", "headkv-er", "-o", "p.safetensors")
     made = HeadProfile.load("p.safetensors")
     assert made.granularity == "query"
     assert made.provenance["successes"] >= 2

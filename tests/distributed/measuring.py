@@ -13,7 +13,7 @@ from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.reform import RankedPrompt, embedding_ranking
 from kvsurgery.measure.retrieval import Trials, retrieval_scores
-from kvsurgery.measure.training import GateOptions, KeptState, fingerprint, train_gates
+from kvsurgery.measure.training import GateOptions, KeptState, train_gates
 from kvsurgery.system.processes import Processes
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.text.haystack import Haystack
@@ -84,5 +84,5 @@ def work(processes: Processes, cases: list[tuple[Path, int, int]], out: Path) ->
         results = measure(measured, mesh)
         if not number:
             results["resumed"] = resume(measured, mesh, out / "training.state")
-        found.append((results, held, fingerprint(measured)))
+        found.append((results, held, measured.fingerprint))
     return found

@@ -8,7 +8,6 @@ import pytest
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.mesh import Mesh, check_rope
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.training import fingerprint
 from kvsurgery.system.processes import Processes
 from tests.distributed import measuring, process
 from tests.distributed.process import WIDE
@@ -67,7 +66,7 @@ def measured_alone(folder: Path) -> tuple[dict[str, np.ndarray], int, str]:
     found = measuring.measure(measured, Mesh())
     found["resumed"] = found["distill scores"]
     whole = sum(weight.numel() for weight in measured.model.get_decoder().layers.parameters())
-    return found, whole, fingerprint(measured)
+    return found, whole, measured.fingerprint
 
 
 class TestMesh:

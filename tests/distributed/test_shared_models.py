@@ -10,9 +10,9 @@ from kvsurgery.bench.benchmark import benchmark
 from kvsurgery.bench.results import Bench
 from kvsurgery.bench.workload import Workload
 from kvsurgery.errors import CheckpointError, KVSurgeryError
-from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.evaluate.runner import Options, evaluate
+from kvsurgery.system.json_lines import read_lines
 from kvsurgery.system.processes import Processes, tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.distributed import process

@@ -11,10 +11,10 @@ from transformers import CLIPImageProcessor, LlavaProcessor
 from kvsurgery.errors import TextError, UnsupportedModel
 from kvsurgery.evaluate import decoding
 from kvsurgery.evaluate.checkpoint import load, reader_of
-from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.runner import Options, evaluate
 from kvsurgery.evaluate.tasks.mm_niah import TASKS, MMNIAHTask
 from kvsurgery.metrics.registry import METRICS
+from kvsurgery.system.json_lines import read_lines
 from tests.evaluate.limits import check_limits
 from tests.helpers.families import IMAGE, make
 from tests.helpers.json_lines import write_json_lines

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvsurgery.errors import TextError, UnsupportedModel
-from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.results import Results
 from kvsurgery.evaluate.runner import Options, evaluate
 from kvsurgery.evaluate.sample import Conversation, Reader, Sample
 from kvsurgery.evaluate.tasks.mt_bench import MTBenchTask
 from kvsurgery.report import write_report
+from kvsurgery.system.json_lines import read_lines
 from tests.evaluate.limits import check_limits
 from tests.evaluate.recall import MODEL
 from tests.helpers.json_lines import write_json_lines

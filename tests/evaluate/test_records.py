@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsurgery.errors import KVSurgeryError, OutputError, cut
-from kvsurgery.evaluate.records import append_lines, check_settings, lines, read_lines, write_settings
+from kvsurgery.evaluate.records import check_settings, write_settings
 from kvsurgery.evaluate.runner import Evaluation, Options
 from kvsurgery.evaluate.sample import Conversation, Sample
+from kvsurgery.system.json_lines import append_lines, lines, read_lines
 
 RECORDS = [{"task": "needle", "sample": str(number), "answer": "so und\u2028 so\r\n\x0b — \x85"} for number in range(3)]
 

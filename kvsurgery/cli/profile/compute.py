@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,9 @@ def compute(
     parallelism). For duo, rlkv-lite and attention they also share the weights (FSDP2), and with --sp the tokens of
     each prompt, for contexts that do not fit one device.
 
+    To continue an interrupted measurement by attention, headkv-* or reform in one process, give the same command
+    again; for duo and rlkv-lite, name a --checkpoint, and add --resume.
+
     \b
     kvsurgery profile compute ./llama3 --method duo -o duo.safetensors
     kvsurgery profile compute ./llama3 --method headkv-r2 --text book.txt -o r2.safetensors
@@ -91,7 +95,7 @@ def compute(
     from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
     from kvsurgery.measure.mesh import Mesh
-    from kvsurgery.measure.methods.method import Reporter
+    from kvsurgery.measure.methods.method import Reporter, SampledMethod
     from kvsurgery.system.files import check_new_file
     from kvsurgery.system.processes import started_processes
 
@@ -103,6 +107,8 @@ def compute(
         mesh = Mesh(processes, tp, sp)
         _check_sharing(configured_method, mesh)
         dtype = chosen_dtype(dtype, source, device, revision)
+        if isinstance(configured_method, SampledMethod) and processes.world == 1:
+            configured_method = replace(configured_method, kept=out.with_name(f"{out.name}.samples.jsonl"))
         try:
             with console.step_progress(f"measuring {method}") as advance:
                 first_reporter = Reporter(advance, lambda line: console.stderr.print(in_flags(line)))
@@ -113,10 +119,12 @@ def compute(
                 measurement = configured_method.measure(measured, mesh, reporter)
         except KeyboardInterrupt:
             kept = configured_method.kept
-            hint = f"--resume goes on from {kept}" if kept and kept.is_file() else "nothing is kept"
-            raise Interrupted(hint) from None
+            hint = f"{configured_method.way_on} goes on from {kept}" if kept and kept.is_file() else "nothing is kept"
+            raise Interrupted(in_flags(hint)) from None
         if processes.rank == 0:
             measurement.result.save(out)  # before anything is imported that may have been upgraded meanwhile
+            if isinstance(configured_method, SampledMethod) and configured_method.kept:
+                configured_method.kept.unlink(missing_ok=True)
             _show(measurement, out)
 
 

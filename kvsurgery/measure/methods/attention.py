@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvsurgery.measure.methods.contexts import PasskeyMethod
-from kvsurgery.measure.methods.method import Measurement, Reporter
+from kvsurgery.measure.methods.method import Measurement, Reporter, SampledMethod
 from kvsurgery.setting import setting
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Attention(PasskeyMethod):
+class Attention(PasskeyMethod, SampledMethod):
     """Attention on the tokens of passkeys.
 
     Attributes:
@@ -33,6 +33,12 @@ class Attention(PasskeyMethod):
         prompts = self.passkey_prompts(measured)
         return Measurement(
             attention_profile(
-                measured, prompts, self.samples, data=prompts.facts, progress=reporter.progress, mesh=mesh
+                measured,
+                prompts,
+                self.samples,
+                data=prompts.facts,
+                kept=self.kept,
+                progress=reporter.progress,
+                mesh=mesh,
             )
         )

@@ -57,6 +57,7 @@ class GateMethod(ContextMethod):
     until_settled: bool = False
 
     shared = "weights"
+    way_on = "`resume`"
 
     def __post_init__(self) -> None:
         if self.resume and self.checkpoint is None:

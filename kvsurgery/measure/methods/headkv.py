@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvsurgery.measure.methods.method import Measurement, Method, Reporter
+from kvsurgery.measure.methods.method import Measurement, Reporter, SampledMethod
 from kvsurgery.setting import depths_setting, lengths_setting, needles_setting
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HeadKV(Method):
+class HeadKV(SampledMethod):
     """Retrieval scores: `name` is a key of `retrieval.RETRIEVAL_METHODS`.
 
     Attributes:
@@ -55,6 +55,7 @@ class HeadKV(Method):
             trials,
             method=self.name,
             choice=choice,
+            kept=self.kept,
             progress=reporter.progress,
             mesh=mesh,
         )

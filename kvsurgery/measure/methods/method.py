@@ -61,6 +61,7 @@ class Method(ABC):
     text: str | None = text_setting()
 
     shared: ClassVar[Literal["nothing", "heads", "weights"]] = "heads"
+    way_on: ClassVar[str] = "the same command"  # what goes on from `kept`
 
     @property
     def kept(self) -> Path | None:
@@ -84,3 +85,14 @@ class Method(ABC):
         Raises:
             KVSurgeryError: the model, the text or a setting does not allow it.
         """
+
+
+@dataclass(frozen=True)
+class SampledMethod(Method):
+    """A method that measures sample by sample.
+
+    Attributes:
+        kept: the file that keeps what was measured of each sample, where one process measures.
+    """
+
+    kept: Path | None = None

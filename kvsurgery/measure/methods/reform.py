@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.measure.methods.method import Measurement, Method, Reporter
+from kvsurgery.measure.methods.method import Measurement, Reporter, SampledMethod
 from kvsurgery.setting import CHUNK_HELP, setting
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reform(Method):
+class Reform(SampledMethod):
     """REFORM's embedding heads.
 
     Attributes:
@@ -48,6 +48,7 @@ class Reform(Method):
             {task: ranked_prompts(task, measured.text, haystack, **prompt_options) for task in RANKING_TASKS},
             recurrence=replace(PAPER, chunk=self.chunk),
             data={"text": haystack.name, "seed": self.seed},
+            kept=self.kept,
             progress=reporter.progress,
             mesh=mesh,
         )
