@@ -36,7 +36,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.lengths import DEPTHS
-from kvsurgery.text.needle_sets import SETS, NeedleChoice
+from kvsurgery.text.needle_sets import SETS, NeedleChoice, read_set
 from kvsurgery.text.needles import KEYS, Kind, Needle, Prompt, needle_place
 from kvsurgery.text.tokens import end_tokens, text_of, token_ids
 from kvsurgery.version import TOOL
@@ -101,11 +101,10 @@ class Trials:
 def retrieval_scores(
     measured: MeasuredModel,
     haystack: Haystack,
-    needles: Sequence[Needle],
+    needles: Sequence[Needle] | NeedleChoice,
     trials: Trials,
     *,
     method: str = "headkv-r2",
-    choice: NeedleChoice | None = None,
     kept: Path | None = None,
     progress: Progress = silent,
     mesh: Mesh = Mesh(),
@@ -114,10 +113,10 @@ def retrieval_scores(
 
     Args:
         haystack: the text, of which each trial takes a piece from anywhere; `max(lengths)` tokens are enough.
-        needles: to hide; those of another kind than the method's are left out.
+        needles: to hide, or the choice of a set (`choose_needles`), which is recorded; those of another kind than the
+            method's are left out.
         trials: the grid that each needle is hidden in.
         method: a key of `RETRIEVAL_METHODS`.
-        choice: how a trial chose these needles, where one did (`choose_needles`); it is recorded.
         kept: the file from which an interrupted measurement goes on; only for a single process.
         progress: of the trials, from before the first one, with the number of right answers.
         mesh: the processes that share heads, and their groups trials.
@@ -130,7 +129,8 @@ def retrieval_scores(
     if method not in RETRIEVAL_METHODS:
         raise ProfileError(f"unknown retrieval method {method!r}; known: {', '.join(RETRIEVAL_METHODS)}")
     _, metric_name, _, reference = RETRIEVAL_METHODS[method]
-    needles = _of_kind(needles, method)
+    choice, given = (needles, read_set(needles.name)) if isinstance(needles, NeedleChoice) else (None, needles)
+    needles = _of_kind(given, method)
     prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
     rng, kept_trials = np.random.default_rng(trials.seed), KeptSamples(kept, measured, method)
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))

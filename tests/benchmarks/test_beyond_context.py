@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "rea
 import beyond_context
 from trials import listing_prompts, prompts
 
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,21 @@ def test_a_list_counts_the_words_that_an_answer_holds(
     found = beyond_context.measure(beyond_context.Truncation(beyond_context.SETTINGS), emitted, prompt)
     assert found["right"] == [True, False, True, False]
     assert len(found["seconds"]) == 1
+
+
+@pytest.mark.parametrize("name", ["beyond-context", "two-hops", "lists"])
+def test_the_heads_are_those_that_the_docs_name(name: str) -> None:
+    """Of the measurements, and of the profile that ships: which has another one, of about the same rank."""
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    used = {f"{state}{layer}.{head}" for layer, state, head in found["settings"]["heads"]}
+    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
+    assert "REFORM's heads, v3.2, v6.1, k8.1 and v14.2, were measured" in page
+    assert used == {"v3.2", "v6.1", "k8.1", "v14.2"}
+    profile = HeadProfile.load(ROOT / "examples" / "smollm2" / "reform.safetensors")
+    assert {*map(str, profile.embedding_heads)} == {"v3.2", "v6.1", "k7.0", "v14.2"}
+    readme = " ".join((ROOT / "examples" / "smollm2" / "README.md").read_text().split())
+    ranks = profile.ranking.mnr["pattern"]["k"]
+    assert f"mean ranks of {ranks[8, 1]:.4f} and {ranks[7, 0]:.4f} by these two" in readme
 
 
 def test_the_table_has_a_share_for_each_length(tmp_path: Path) -> None:

@@ -481,7 +481,7 @@ def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
     text = (folder / "README.md").read_text()
     names = [cell.strip() for cell in text.partition("| | minutes |")[2].splitlines()[0].strip("|").split("|")]
     profiles = {name: load_scores(folder / f"{name}.safetensors") for name in ("gates", "minutes", *names)}
-    assert profiles.keys() == {path.stem for path in folder.glob("*.safetensors")}
+    assert profiles.keys() == {path.stem for path in folder.glob("*.safetensors")} - {"reform"}  # which has no scores
     table = agreement.table(profiles)
     assert "\n".join(table) in text
     assert table[3].startswith("| minutes |  | 0.98, 45 |")  # of two seeds

@@ -32,7 +32,7 @@ GATES = ["--sink", 4, "--recent", 16, "--steps", 6]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random model with a tokenizer of bytes, which can read the built-in text."""
-    folder = make("llama", tmp_path_factory.mktemp("model") / "llama", vocab_size=400, max_position_embeddings=1024)
+    folder = make("llama", tmp_path_factory.mktemp("model") / "llama", vocab_size=400, max_position_embeddings=2048)
     tokenizer("bytes", ["the baker carried a basket of late apples by the river"], size=400).save_pretrained(folder)
     return folder
 
@@ -66,10 +66,10 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     start = ["profile", "compute", folder, "--method", "duo", "--passkey-tokens", 3, "-o", "p.safetensors"]
     lengths = ["--min-context", 400, "--passkeys", 2, "--sink", 4, "--recent", 16]
     said = done(*start, *lengths, "--minutes", 0.01)
-    chosen = "--steps 4 --min-context 400 --max-context 1024 --passkeys 2"
+    chosen = "--steps 4 --min-context 400 --max-context 2048 --passkeys 2"
     assert f"chosen for 0.01 min: {chosen}\n" in said.err
     made = HeadProfile.load("p.safetensors").provenance
-    assert (made["steps"], made["data"]["shortest"], made["data"]["longest"]) == (4, 400, 1024)
+    assert (made["steps"], made["data"]["shortest"], made["data"]["longest"]) == (4, 400, 2048)
     assert (made["reg"], made["until_settled"], made["steps_done"]) == (0.05, True, 4)
     assert "settled" not in said.err
     assert "16 of 16 gates are 0.8 or more: they have not separated; train longer" in said.err
@@ -83,16 +83,16 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     for size, count in ((3, 4), (64, 1)):
         sizes = ["--min-context", 400, "--sink", 4, "--recent", 16, "--passkey-tokens", size]
         said = done(*start, "-o", f"{size}.safetensors", *sizes, "--minutes", 0.01)
-        assert f"--min-context 400 --max-context 1024 --passkeys {count}\n" in said.err
+        assert f"--min-context 400 --max-context 2048 --passkeys {count}\n" in said.err
     assert "--minutes chooses --steps" in run(*start, "--minutes", 1, "--steps", 9).err
-    done(*start, "-o", "reg.safetensors", *lengths, *chosen.split()[:2], "--max-context", 1024, "--reg", 0.2)
+    done(*start, "-o", "reg.safetensors", *lengths, *chosen.split()[:2], "--max-context", 2048, "--reg", 0.2)
     made = HeadProfile.load("reg.safetensors").provenance
     assert (made["reg"], made["until_settled"]) == (0.2, False)
 
 
 def test_unknown_words_are_found_before_a_training_is_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "step_seconds", lambda *arguments: pytest.fail("it is timed"))
-    folder = make("llama", tmp_path / "llama", vocab_size=400, max_position_embeddings=1024)
+    folder = make("llama", tmp_path / "llama", vocab_size=400, max_position_embeddings=2048)
     tokenizer("words", ["bako dimi"]).save_pretrained(folder)
     why = refused("profile", "compute", folder, "--method", "duo", "--minutes", 1, "-o", "p.safetensors")
     assert "does not know all words of 'Passkeys are hidden" in why
@@ -325,17 +325,17 @@ def test_a_converted_checkpoint_gives_the_originals_heads(folder, tmp_path):
         (["--method", "rlkv-lite", "--answers", "no/x"], "there is no folder no"),
         (["--method", "duo", "--resume"], "--resume goes on from --checkpoint"),
         (["--method", "headkv-r", "--lengths", "1K,x"], "'x' is not a number of tokens"),
-        (["--method", "duo", "--max-context", "4K"], "exceeds the 1024 positions"),
+        (["--method", "duo", "--max-context", "4K"], "exceeds the 2048 positions"),
         (
             ["--method", "duo", "--min-context", "900", "--max-context", "800"],
             "there are no contexts from 900 to 800 tokens",
         ),
         (["--method", "duo", *map(str, PROMPTS), "--recent", "600"], "has nothing outside sink"),
         (["--method", "duo", "--text", "short.txt"], "short.txt has 2 tokens"),
-        (["--method", "headkv-r", "--lengths", "3000"], "1024"),
+        (["--method", "headkv-r", "--lengths", "3000"], "2048"),
         (["--method", "headkv-r", "--needles", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--method", "headkv-r2", "--needles", "word"], "sets of them are reasoning and choice"),
-        (["--method", "reform", "--context", "4K", "--chunk", "4K"], "1024"),
+        (["--method", "reform", "--context", "4K", "--chunk", "4K"], "2048"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(folder, arguments, words):

@@ -196,5 +196,5 @@ class TestLosses:
         for sizes in (replace(SMALL, context=260), replace(SMALL, recent=500)):
             with pytest.raises(ProfileError, match="`context` must be at least "):
                 cache_losses(measured_model(gemma()), text, sizes, data={})
-        with pytest.raises(UnsupportedModel, match="every layer"):
+        with pytest.raises(UnsupportedModel, match="no layer"):
             cache_losses(measured_model(gemma(1)), text, SMALL, data={})

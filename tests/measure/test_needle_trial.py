@@ -10,7 +10,6 @@ from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.needle_trial import choose_needles
 from kvsurgery.measure.retrieval import Trials, retrieval_scores
 from kvsurgery.text.haystack import Haystack
-from kvsurgery.text.needle_sets import read_set
 from tests.evaluate.recall import write_language
 from tests.helpers.tiny_recall import FOLDER
 
@@ -40,7 +39,7 @@ def test_the_hardest_answered_set_of_the_kind_at_the_shortest_length(tiny, hayst
     sets(*answered)
     choice = choose_needles(tiny, haystack, method, Trials((200, 120)))
     assert (choice.name, choice.right[chosen], choice.tokens, choice.model) == (chosen, 8, 120, "original")
-    made = retrieval_scores(tiny, haystack, read_set(chosen), Trials((120,), (0.4,)), method=method, choice=choice)
+    made = retrieval_scores(tiny, haystack, choice, Trials((120,), (0.4,)), method=method)
     assert made.provenance["needle_choice"]["name"] == chosen
     assert json.loads(json.dumps(made.provenance)) == made.provenance
 

@@ -44,17 +44,17 @@ class HeadKV(SampledMethod):
         lengths = self.lengths or default_lengths(measured.max_context)
         haystack = Haystack.read(self.text, measured.text, max(lengths), self.seed)
         trials = Trials(lengths, self.depths or DEPTHS, seed=self.seed)
-        choice = None
         if self.needles == AUTO:
-            choice = choose_needles(measured, haystack, self.name, trials, mesh=mesh)
-            reporter.note(str(choice))
+            needles = choose_needles(measured, haystack, self.name, trials, mesh=mesh)
+            reporter.note(str(needles))
+        else:
+            needles = read_set(self.needles)
         profile = retrieval_scores(
             measured,
             haystack,
-            read_set(choice.name if choice else self.needles),
+            needles,
             trials,
             method=self.name,
-            choice=choice,
             kept=self.kept,
             progress=reporter.progress,
             mesh=mesh,
