@@ -17,7 +17,9 @@ from kvsurgery.version import TOOL
 
 
 class KeptSamples:
-    """Results by the hash of all that they depend on, so that none of another measurement is taken for one of this.
+    """Results by a hash of what they depend on, so that those of another measurement are not taken for its own.
+
+    The hash covers the sample, the options, the config of the model, and the first numbers of each of its weights.
 
     Args:
         path: the file, to which each result is appended; None keeps nothing.
