@@ -85,7 +85,7 @@ def _page(comparison: Comparison, chart: Chart | None) -> str:
     original = sweeps[0].sweep.source if sweeps else entries[0].checkpoint["surgery"]["base_model"]
     return render(
         "comparison.html.jinja",
-        title=f"{' and '.join(counts)} compared" if len(entries) + len(sweeps) > 1 else sweeps[0].name,
+        title=f"{' and '.join(counts)} compared" if len(entries) + len(sweeps) > 1 else (*entries, *sweeps)[0].name,
         original=original or "",
         chart=chart,
         names=[entry.name for entry in entries],

@@ -14,7 +14,7 @@ from kvsurgery.bench.results import Bench
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import ORIGINAL, SETTINGS, Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
-from kvsurgery.report.folder import checkpoint_of, is_sweep, read
+from kvsurgery.report.folder import checkpoint_of, is_same_checkpoint, is_sweep, read
 from kvsurgery.report.rendering import flat_settings
 
 SWEEP_SETTINGS = ("profile", "conversion")  # which evaluations do not have
@@ -26,7 +26,7 @@ class Entry:
 
     Attributes:
         name: unique within a comparison.
-        folder: of its results.
+        folder: of its results, or of its benchmark if it was not evaluated.
         checkpoint: its facts, as `inspection.Facts.to_json()` has them.
     """
 
@@ -43,6 +43,14 @@ class Entry:
             if (result.task, result.metric) == (task, metric) and result.scores:
                 return result
         return None
+
+    def joined(self, other: Entry) -> Entry | None:
+        """Both as one, where one folder has the evaluation and the other one the benchmark of one checkpoint."""
+        evaluated, measured = (self, other) if self.results else (other, self)
+        has_both = evaluated.results and measured.bench and not evaluated.bench and not measured.results
+        if not has_both or self.name != other.name or not is_same_checkpoint(self.checkpoint, other.checkpoint):
+            return None
+        return replace(evaluated, bench=measured.bench)
 
 
 @dataclass(frozen=True)
@@ -88,11 +96,14 @@ class Comparison:
 def compare(folders: Sequence[Path]) -> Comparison:
     """Read the folders that `eval`, `bench` and `sweep` wrote.
 
+    An evaluation and a benchmark of one checkpoint are one entry, at the place of the first.
+
     Raises:
         KVSurgeryError: a folder has no results, or they are of another original, of other samples, or of no converted
             checkpoint.
     """
-    entries, sweeps = [], []
+    entries: list[Entry] = []
+    sweeps: list[SweepEntry] = []
     for folder in folders:
         if is_sweep(folder):
             sweeps.append(SweepEntry(folder.resolve().name, folder, Sweep.load(folder)))
@@ -101,7 +112,13 @@ def compare(folders: Sequence[Path]) -> Comparison:
         checkpoint = checkpoint_of(results, bench)
         if not checkpoint["surgery"]:
             raise KVSurgeryError(f"{folder} has results of an original alone; give folders of converted checkpoints")
-        entries.append(Entry(Path(checkpoint["name"]).name, folder, checkpoint, results, bench))
+        new = Entry(Path(checkpoint["name"]).name, folder, checkpoint, results, bench)
+        for place, entry in enumerate(entries):
+            if joined := entry.joined(new):
+                entries[place] = joined
+                break
+        else:
+            entries.append(new)
     names = Counter(entry.name for entry in (*entries, *sweeps))
     named_entries = [
         replace(entry, name=f"{entry.name} ({entry.folder})") if names[entry.name] > 1 else entry

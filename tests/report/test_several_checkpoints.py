@@ -67,6 +67,32 @@ def test_the_chart_has_every_checkpoint_series_and_the_original(page, compared):
     assert image.imread(compared / "quality.png").std() > 0.05
 
 
+class TestAnEvaluationAndABenchmarkInTwoFolders:
+    def test_of_one_checkpoint_share_a_column(self, tmp_path):
+        evaluated, measured = saved(tmp_path / "eval", builders.results()), saved(tmp_path / "bench", builders.bench())
+        for folders in ([evaluated, measured], [measured, evaluated]):
+            path, comparison = write_comparison(folders, tmp_path / "page")
+            [entry] = comparison.entries
+            assert (entry.name, entry.folder) == ("llama3-duo", evaluated)
+            page = Page(path)
+            rows = page.table("Heads, memory, speed and scores")
+            assert rows[0] == ["", "original", "llama3-duo"]
+            assert {"decode", "needle"} <= {row[0].split(" ")[0] for row in rows}
+            assert "llama3-duo: evaluation" in page.text and "llama3-duo: benchmark" in page.text
+
+    def test_of_two_checkpoints_do_not(self, tmp_path):
+        options = {**builders.surgery()["options"], "recent": 512}
+        other = builders.checkpoint(surgery=builders.surgery(options=options))
+        folders = [saved(tmp_path / "a", builders.results()), saved(tmp_path / "b", builders.bench(checkpoint=other))]
+        assert [entry.bench is None for entry in compare(folders).entries] == [True, False]
+
+    def test_a_second_benchmark_stays_apart(self, tmp_path):
+        both = saved(tmp_path / "a", builders.results())
+        builders.bench().save(both)
+        first, second = compare([both, saved(tmp_path / "b", builders.bench())]).entries
+        assert (first.results is None, second.results is None) == (False, True)
+
+
 def test_commands_of_every_run(page):
     assert page.text.count("kvsurgery eval") == 3
     assert page.text.count("kvsurgery bench") == 1
