@@ -10,6 +10,7 @@ import numpy as np
 from kvsurgery.display.figure import new_figure, save_figure
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.comparison import Comparison
+from kvsurgery.profile.embedding_heads import STATES, columns_of
 from kvsurgery.profile.full_heads import full_heads
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.ranking import SPARSITIES, ceiling
@@ -25,17 +26,22 @@ GRAY = "#e5e5e5"  # layers that cannot have full heads
 # inches: the side of a cell where there is room, what the cells of a row take together at most, and the height of bars
 CELL, ACROSS, BARS = 0.2, 12.0, 1.1
 LONGEST_NAME = 60
+FRAME = "#d62728"
+LEAST_RANK = 1e-4  # less looks alike: colors are on a logarithmic scale
 
 
 def plot(profile: HeadProfile, path: str | Path) -> None:
     """Write a profile's heat map, and above it the KV heads of each layer that stay full at a few sparsities.
 
+    Of a reform profile, write a map of ranks for each task, with the embedding heads framed.
+
     Raises:
-        ProfileError: the profile has no scores.
+        ProfileError: the profile has neither scores nor ranks.
         OutputError: the file cannot be written, or its ending is not a picture format.
     """
     if profile.scores is None:
-        raise ProfileError(f"a {profile.method} profile has embedding heads and no scores to plot")
+        _plot_ranks(profile, path)
+        return
     layers, heads = profile.scores.shape
     figure, (bars, axes) = _figure(layers, heads, maps=1)
     # the heads that stay full at a sparsity are among those of a lower one
@@ -55,6 +61,37 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
     scale_end = ceiling(profile.method, profile.scores)
     image = _map(axes, profile.scores, profile.granularity, profile.model.group, "viridis", (0, scale_end))
     figure.colorbar(image, ax=axes, label="score", pad=0.02)
+    save_figure(figure, path)
+
+
+def _plot_ranks(profile: HeadProfile, path: str | Path) -> None:
+    """Write what each head's queries, keys and values find: bright heads rank the tokens of answers first."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.patches import Rectangle
+
+    if profile.ranking is None:
+        raise ProfileError(f"this {profile.method} profile has embedding heads and no ranks to plot")
+    mnr = profile.ranking.mnr
+    columns = {state: columns_of(state, profile.model) for state in STATES}
+    starts = dict(zip(STATES, np.cumsum([0, *columns.values()]).tolist(), strict=False))
+    count, layers = sum(columns.values()), profile.model.layers
+    figure = new_figure(max(min(CELL * layers, ACROSS), 6) + 1.6, len(mnr) * (max(min(CELL * count, 6), 2) + 0.5) + 0.6)
+    rows = figure.subplots(len(mnr), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (task, ranks) in zip(rows, mnr.items(), strict=True):
+        values = np.concatenate([ranks[state] for state in STATES], axis=1).clip(LEAST_RANK)
+        norm = LogNorm(values.min(), 1)
+        image = axes.imshow(values.T, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=norm)
+        axes.hlines([start - 0.5 for start in starts.values() if start], -0.5, layers - 0.5, "white", lw=1.5)
+        axes.set_yticks([start + (columns[state] - 1) / 2 for state, start in starts.items()], STATES)
+        axes.set_title(task, fontsize="medium")
+        for head in profile.embedding_heads:
+            corner = head.layer - 0.5, starts[head.state] + head.head - 0.5
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=FRAME, lw=1.8, zorder=3))
+        figure.colorbar(image, ax=axes, label="mean rank (0 is best)", pad=0.02)
+    rows[-1].set_xlabel("layer")
+    rows[-1].set_xticks(_ticks(layers))
+    title = f"{_name(profile)}\n{profile.method} ranks, embedding heads framed"
+    figure.suptitle(title, fontsize="medium").set_parse_math(False)
     save_figure(figure, path)
 
 

@@ -7,9 +7,9 @@ from matplotlib import image
 from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.comparison import compare
-from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.plots import BLUES, plot, plot_comparison, plot_training
+from kvsurgery.profile.plots import BLUES, FRAME, plot, plot_comparison, plot_training
 
 # the ends of viridis
 DARK, BRIGHT = "#440154", "#fde725"
@@ -101,12 +101,29 @@ class TestPlot:
         with pytest.raises(OutputError, match="cannot write"):
             plot(kv(np.eye(2)), tmp_path / name)
 
-    def test_no_scores(self, tmp_path):
+    def test_neither_scores_nor_ranks(self, tmp_path):
         model = ModelDimensions(2, 4, 2, 8)
         reform = HeadProfile(None, "reform", None, "org/model", model, embedding_heads=(EmbeddingHead(0, "q", 0),))
-        with pytest.raises(ProfileError, match="a reform profile has embedding heads and no scores to plot"):
+        with pytest.raises(ProfileError, match="this reform profile has embedding heads and no ranks to plot"):
             plot(reform, tmp_path / "heads.png")
         assert not (tmp_path / "heads.png").exists()
+
+    @pytest.mark.parametrize("head", [EmbeddingHead(0, "q", 1), EmbeddingHead(3, "v", 0)], ids=str)
+    def test_an_embedding_head_is_framed_where_its_rank_is(self, tmp_path, head):
+        model, columns = ModelDimensions(4, 4, 2, 8), {"q": 4, "k": 2, "v": 2, "hidden": 1, "attention": 4}
+        ranks = {kind: np.ones((4, count)) for kind, count in columns.items()}
+        ranks[head.state][head.layer, head.head] = 0.01
+        reform = HeadProfile(
+            None, "reform", None, "org/model", model, embedding_heads=(head,), ranking=Ranking({"pattern": ranks})
+        )
+        plot(reform, tmp_path / "heads.png")
+        dark, bright, frame = pixels(tmp_path / "heads.png", DARK, BRIGHT, FRAME)
+        assert (frame.min(0) < bright.min(0)).all()
+        assert (frame.max(0) > bright.max(0)).all()
+        # queries above keys above values, layers from left to right
+        place = (bright.mean(0) - dark.min(0)) / (dark.max(0) - dark.min(0))
+        row = {"q": 0, "k": 4, "v": 6}[head.state] + head.head
+        assert place == pytest.approx([(row + 0.5) / 8, (head.layer + 0.5) / 4], abs=0.02)
 
 
 class TestPlotComparison:

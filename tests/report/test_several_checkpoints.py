@@ -78,7 +78,8 @@ class TestAnEvaluationAndABenchmarkInTwoFolders:
             rows = page.table("Heads, memory, speed and scores")
             assert rows[0] == ["", "original", "llama3-duo"]
             assert {"decode", "needle"} <= {row[0].split(" ")[0] for row in rows}
-            assert "llama3-duo: evaluation" in page.text and "llama3-duo: benchmark" in page.text
+            assert "llama3-duo: evaluation" in page.text
+            assert "llama3-duo: benchmark" in page.text
 
     def test_of_two_checkpoints_do_not(self, tmp_path):
         options = {**builders.surgery()["options"], "recent": 512}

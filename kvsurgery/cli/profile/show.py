@@ -33,8 +33,8 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
 
     Beside each layer stands the number of KV heads that `convert` would keep full at three sparsities. Layers with a
     sliding window of their own have none. A reform profile has no scores: the output lists its embedding heads and the
-    best heads of each task. Measured cache losses are shown as a table, and --plot draws what each head loses where it
-    streams.
+    best heads of each task, and --plot draws the ranks of all. Measured cache losses are shown as a table, and --plot
+    draws what each head loses where it streams.
 
     \b
     kvsurgery profile show duo.safetensors --plot heads.png
