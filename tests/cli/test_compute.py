@@ -79,13 +79,15 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     assert loading == f"measuring duo: loading {folder}"
     assert timing == "timing some steps of the training"
     assert "give 1 min" in why
+    for name in ("MOST_STEPS", "WANTED_STEPS", "LEAST_STEPS"):
+        monkeypatch.setattr(pace, name, 1)
     # of long passkeys, these prompts have room for fewer
     for size, count in ((3, 4), (64, 1)):
         sizes = ["--min-context", 400, "--sink", 4, "--recent", 16, "--passkey-tokens", size]
         said = done(*start, "-o", f"{size}.safetensors", *sizes, "--minutes", 0.01)
         assert f"--min-context 400 --max-context 2048 --passkeys {count}\n" in said.err
     assert "--minutes chooses --steps" in run(*start, "--minutes", 1, "--steps", 9).err
-    done(*start, "-o", "reg.safetensors", *lengths, *chosen.split()[:2], "--max-context", 2048, "--reg", 0.2)
+    done(*start, "-o", "reg.safetensors", *lengths, "--steps", 1, "--max-context", 2048, "--reg", 0.2)
     made = HeadProfile.load("reg.safetensors").provenance
     assert (made["reg"], made["until_settled"]) == (0.2, False)
 

@@ -242,9 +242,7 @@ def test_full_heads_in_tiles_beside_budgets_in_the_models_dtype(tiled):
     assert largest(found[0] - found[1], found[1]) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("bits", "dtype"), [(8, torch.float32), (4, torch.bfloat16), (3, torch.float32), (2, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("bits", "dtype"), [(8, torch.float32), (2, torch.bfloat16)])
 def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
     """After seventy selections, tiles of the first layer hold what its tokens become when they are quantized once."""
     section = {"bits": bits, "scheme": "per-token", "residual": 5, "sink": 3, "rotate": "none"}
@@ -298,7 +296,7 @@ def test_assisted_decoding_of_quantized_heads_is_the_same(tiled, residual, packe
     ids, options = tokens(1, 60, seed=3).repeat(1, 3), GREEDY | {"max_new_tokens": 150}
     expected = model.generate(ids, **options, return_dict_in_generate=True)
     assert [group.packed[0] for group in expected.past_key_values.layers[0].quantized] == packed
-    for other in ({"prompt_lookup_num_tokens": 4}, {"prompt_lookup_num_tokens": 3 * HOLD}, {"assistant_model": model}):
+    for other in ({"prompt_lookup_num_tokens": 3 * HOLD}, {"assistant_model": model}):
         assert model.generate(ids, **options, **other).equal(expected.sequences)
 
 
