@@ -116,9 +116,10 @@ format: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install -q -c constraints.txt -e '.[dev]'
+	.venv/bin/python -c 'import torch._dynamo, transformers as all; all.AutoModelForCausalLM, all.LlamaForCausalLM'
 	touch $@
 
-# the others begin as hard links to .venv's files, of which pip replaces those that are of another version
+# the others begin as hard links to .venv's files, compiled modules too, of which pip replaces those of another version
 COPY = rm -rf $(@D) && cp -al .venv $(@D) && rm $@
 INSTALL = $(@D)/bin/python -m pip install -q
 
