@@ -492,6 +492,9 @@ def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
 
     assert f"in place of 384 to 768, change {45 - shared('longer', 'minutes')} of the 45 heads." in said
     assert f"The gates of longer prompts share {shared('longer', 'er')} heads with ER, " in said
+    assert f"choose the same {shared('minutes', 'seed-1')} heads, and of longer prompts " in said
+    assert f"and of longer prompts {shared('longer', 'longer-seed-1')} of 45." in said
+    assert shared("longer-seed-1", "er") == shared("longer", "er")
     assert shared("minutes", "er") == shared("seed-1", "er")
     assert f"`minutes` and `seed-1` share {shared('minutes', 'er')}." in said
     agreed = {name: compare(profiles["lm"], profiles[name]).spearman for name in profiles if name != "lm"}
