@@ -116,7 +116,7 @@ format: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install -q -c constraints.txt -e '.[dev]'
-	.venv/bin/python -c 'import torch._dynamo, transformers as all; all.AutoModelForCausalLM, all.LlamaForCausalLM'
+	.venv/bin/python -c 'import torch._dynamo; from transformers import AutoModelForCausalLM, LlamaForCausalLM'
 	touch $@
 
 # the others begin as hard links to .venv's files, compiled modules too, of which pip replaces those of another version
