@@ -449,6 +449,10 @@ def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
         f"{recall['gates of 20 minutes']}, and by the first gates {recall['gates']}."
     ) in page()
     assert f"Perplexity rises by {more['er']} (ER) to {more['attention']} (attention)." in page()
+    seed = "gates of longer prompts, seed 1"
+    said = f"another seed, which choose two other heads, recall {recall[seed]}, with perplexity {more[seed]} higher."
+    assert said in page()
+    assert rows[seed].more.low < 0 < rows[seed].more.high
     choices = (*MEASURED, "gates of 20 minutes")
     assert {name for name in choices if rows[name].more.high < 0} == {"gates"}
     ratios = {name: rows[name].ratio.mean for name in choices}
