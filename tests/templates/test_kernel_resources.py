@@ -443,7 +443,7 @@ CASES = [
 ]
 
 
-def fits_unseen(number: int, target: int, case: tuple, dtype: torch.dtype) -> bool:
+def not_emulated(number: int, target: int, case: tuple, dtype: torch.dtype) -> bool:
     """Whether the emulator, which checks shared memory too, leaves a case to this test.
 
     It runs those of even numbers in bfloat16 on A100. What counts is an element's size, and float32 slots of heads of
@@ -463,7 +463,7 @@ def fits_unseen(number: int, target: int, case: tuple, dtype: torch.dtype) -> bo
         )
         for number, (target, compare, case) in enumerate(CASES)
         for dtype in (torch.bfloat16, torch.float32)
-        if fits_unseen(number, target, case, dtype) or (ALL and target == 80)
+        if not_emulated(number, target, case, dtype) or (ALL and target == 80)
     ],
     indirect=["compiled"],
 )
