@@ -1,7 +1,7 @@
 """The kernels as Triton compiles them for A100 and H100, executed without a GPU: right results, and no fault.
 
-`make test-ptx` runs a part: on the oldest Triton each case once, every second one in bfloat16 on A100 and the others
-by `TURNS`, and `ALWAYS` besides; on the newest every 36th of each dtype and target.
+`make test-ptx` runs a part: on the oldest Triton each case once, in the dtype and for the target of its turn, and
+`ALWAYS` besides; on the newest every 36th of each dtype and target.
 `make test-ptx-all` runs all of it.
 """
 
@@ -18,15 +18,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from tests.helpers import kernel_cases  # noqa: E402
-from tests.helpers.kernel_cases import FULL, Decode, Packed  # noqa: E402
+from tests.helpers.kernel_cases import FULL, TURNS, Decode, Packed  # noqa: E402
 from tests.ptx.launches import Emulator, install  # noqa: E402
 
 ALL = os.environ.get("PTX_CASES") == "all"
 OLDEST = triton.__version__.startswith("3.6.")
 # lanes that share an element must round it alike: a product fused with a sum over lanes did not
 ALWAYS = "sm90-fp32-packed-2kivi3s4r128+1-g4-d128-n700.300-p5"
-# of targets and dtypes; in float32, which takes longest to compile, H100 runs what A100 does
-TURNS = [(80, "fp16"), (80, "fp32"), (90, "bf16"), (90, "fp16")]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -44,7 +42,7 @@ def chosen() -> Iterator:
     for at, (target, name) in enumerate((target, name) for target in (80, 90) for name in DTYPES):
         for number, (check, case) in enumerate(kernel_cases.COMPARISONS):
             label = f"sm{target}-{name}-{check.__name__.removeprefix('check_')}-{'-'.join(map(str, case))}"
-            turn = TURNS[number // 2 % len(TURNS)] if number % 2 else (80, "bf16")
+            turn = TURNS[number % len(TURNS)]
             if ALL or (turn == (target, name) or label == ALWAYS if OLDEST else (number + at) % 36 == 0):
                 yield pytest.param(target, check, (*case, DTYPES[name]), id=label)
 

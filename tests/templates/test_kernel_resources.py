@@ -1,8 +1,8 @@
 """The kernels compiled for A100 and H100 without one, as a batch of one row launches them.
 
 No stack, but for decoding over tiles and packing clipped tokens; room for the blocks that should share a
-multiprocessor; and the shared memory of a block of the cases that the emulator does not run. `make test-ptx-all`
-compiles every case in 16 and in 32 bit, and all for stack and registers.
+multiprocessor; and the shared memory of a block of the cases that the emulator does not run for A100.
+`make test-ptx-all` compiles every case in 16 and in 32 bit, and all for stack and registers.
 """
 
 from __future__ import annotations
@@ -444,14 +444,14 @@ CASES = [
 
 
 def not_emulated(number: int, target: int, case: tuple, dtype: torch.dtype) -> bool:
-    """Whether the emulator, which checks shared memory too, leaves a case to this test.
+    """Whether the emulator, which checks shared memory too, does not run a case for A100.
 
-    It runs those of even numbers in bfloat16 on A100. What counts is an element's size, and float32 slots of heads of
-    256 are the largest.
+    What counts is an element's size, and float32 slots of heads of 256 are the largest.
     """
     if target == 90:
         return dtype == torch.bfloat16
-    return dtype == torch.float32 and (number % 2 == 1 or getattr(case[0], "head_dim", 0) == 256)
+    turn, _ = kernel_cases.TURNS[number % len(kernel_cases.TURNS)]
+    return dtype == torch.float32 and (turn == 90 or getattr(case[0], "head_dim", 0) == 256)
 
 
 @pytest.mark.skipif(not OLDEST, reason="the oldest Triton compiles every case")
