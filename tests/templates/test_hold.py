@@ -164,7 +164,7 @@ def test_any_operations(family, kind, monkeypatch):
         monkeypatch.setattr(module, "TILE", 4)
     machine = type("HoldMachine", (HoldMachine,), {"family": family, "kind": kind})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=8, stateful_step_count=12, phases=[Phase.generate])
+        machine, settings=settings(max_examples=6, stateful_step_count=12, phases=[Phase.generate])
     )
 
 

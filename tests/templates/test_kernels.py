@@ -1,6 +1,6 @@
 """The Triton kernels, in Triton's interpreter (`make test-kernels`) and on a GPU (`make test-gpu`).
 
-The interpreter must be on before kernels are imported. It runs every second case, by turns in two dtypes. The emulator
+The interpreter must be on before kernels are imported. It runs every third case, by turns in two dtypes. The emulator
 runs each case once (`make test-ptx`), and like a GPU all of them in every dtype (`make test-ptx-all`).
 """
 
@@ -29,7 +29,7 @@ if DEVICE == "cuda":  # arithmetic in bfloat16 is wrong in the interpreter
 
 
 def by_turns(cases: Iterable, kind: Callable = lambda case: None) -> pytest.MarkDecorator:
-    """Every second case of a kind, by turns in one dtype and in the other; a kind's only case in all.
+    """Every third case of a kind, by turns in one dtype and in the other; a kind's only case in all.
 
     On a GPU every case in every dtype.
     """
@@ -39,7 +39,7 @@ def by_turns(cases: Iterable, kind: Callable = lambda case: None) -> pytest.Mark
     for own in kinds.values():
         for number, case in enumerate(own):
             for turn, (name, dtype) in enumerate(DTYPES.items()):
-                if DEVICE == "cuda" or len(own) == 1 or number % 4 == 2 * turn:
+                if DEVICE == "cuda" or len(own) == 1 or number % 6 == 3 * turn:
                     label = "-".join(map(str, case)) if type(case) is tuple else str(case)
                     given.append(pytest.param(case, dtype, id=f"{label}-{name}"))
     return pytest.mark.parametrize(("case", "dtype"), given)
