@@ -67,7 +67,7 @@ def test_training_finds_the_heads_that_recall(scripts, monkeypatch):
     original = task.exact_match(measured.model, questions)
     assert original > 0.95
     assert measure.kept_recall(measured, found, questions) >= 0.99 * original
-    by_chance = [measure.random_choice(profile, found.sum(), seed) for seed in range(4)]
+    by_chance = [measure.random_choice(profile, found.sum(), seed) for seed in range(2)]
     assert not any((choice & found).sum() == found.sum() for choice in by_chance)
     kept = [measure.kept_recall(measured, choice, questions) for choice in by_chance]
     assert max(kept) < 0.99 * original

@@ -377,8 +377,8 @@ def test_gradients_of_what_follows_a_past(all_full, mixed, steps):
 
 
 def test_a_compiled_forward_is_exact_and_not_compiled_again_for_other_lengths():
-    model, prompts = emitted("llama", 2), [tokens(1, length) for length in (40, 24, 33)]
-    options = GREEDY | {"max_new_tokens": 3}
+    model = emitted("llama", 1, layers=[{"blocks": [[1, 3]], "sink": 3, "recent": 5}])
+    prompts, options = [tokens(1, length) for length in (40, 24, 33)], GREEDY | {"max_new_tokens": 3}
     expected = [model.generate(ids, **options) for ids in prompts]
     model.forward = torch.compile(model.forward, backend="eager")
     try:

@@ -174,17 +174,12 @@ def test_blocks_of_heads(kernels) -> None:
     check(model, ids, mask, sizes, kernels, launches=2 * 2)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "padded"), [(None, False), (LOSSLESS, True)], ids=["16 bit", "quantized, padded"]
-)
-def test_a_prompt_is_compacted_in_one_launch_a_layer(padded: bool, quantization: dict | None, kernels, monkeypatch):
-    """Of a prompt that waits in chunks, the last of which goes on after it."""
-    model = emitted("llama", 2, **BUDGETED, **({"quantization": quantization} if quantization else {}))
+def test_a_prompt_is_compacted_in_one_launch_a_layer(kernels, monkeypatch):
+    """Of a padded prompt that waits in chunks, the last of which goes on after it."""
+    model = emitted("llama", 2, **BUDGETED, quantization=LOSSLESS)
     sizes, prompt, launched = [200, 240, 1], 301, []  # enough later tokens for a tile that the prompt may not have
-    ids = tokens(1 + padded, sum(sizes))
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[1, :299] = 0
+    ids, mask = tokens(2, sum(sizes)), torch.ones(2, sum(sizes), dtype=torch.long)
+    mask[1, :299] = 0
     expected = in_parts(model, ids, mask, sizes, prompt)
     kernels()
     compact = kv_compact.compact

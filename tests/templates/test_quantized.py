@@ -87,10 +87,9 @@ def test_steps_equal_a_cache_that_quantizes_tile_by_tile(quantized, checkpoint, 
     assert max(cache.layers[-1].full.packed) == TILE * quantization.tiles(390 - quantization.sink)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 @pytest.mark.parametrize("sizes", [[PROMPT], [1] * 20, [7, 150, 1, 200], [128, 128, 128]], ids=str)
-def test_without_loss_every_way_in_is_exact(quantized, mixed, family, sizes):
-    converted, plain = quantized(family, LOSSLESS), mixed(family)
+def test_without_loss_every_way_in_is_exact(quantized, mixed, sizes):
+    converted, plain = quantized("gemma2", LOSSLESS), mixed("gemma2")
     ids = tokens(2, sum(sizes) + 150)
     expected = logits(plain.model, ids)
     found, cache = in_parts(converted.model, ids.split([*sizes, *[1] * 150], 1))

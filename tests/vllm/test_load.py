@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from tests.vllm.serving import assert_equal, converted, engine, preemptions, prompts, reference
 
-REQUESTS, NEW, BLOCKS = int(os.environ.get("LOAD_REQUESTS", "150")), 24, 40
+REQUESTS, NEW, BLOCKS = int(os.environ.get("LOAD_REQUESTS", "100")), 24, 40
 LATEST = 20  # requests, of which one is cancelled at times
 
 
