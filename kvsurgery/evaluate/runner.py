@@ -80,7 +80,7 @@ class Evaluation:
             progress(0, None, f"loading {checkpoint}")
         with processes.first():
             reader = reader_of(checkpoint, options.seed)
-        trial = Trial(Path(folder), checkpoint, reader, options, processes, note)
+        trial = Trial(Path(folder), checkpoint, reader, options, processes, progress, note)
         tasks = trial.with_needle_choices(tasks)
         with processes.first():
             samples = []

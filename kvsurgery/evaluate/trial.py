@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeGuard
 
+from kvsurgery.display.progress import Progress
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, is_converted, load
@@ -17,7 +18,7 @@ from kvsurgery.evaluate.sample import Reader, Sample, Task
 from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.measure.retrieval import RIGHT
 from kvsurgery.system.processes import Processes
-from kvsurgery.text.needle_sets import AUTO, SETS, NeedleChoice, choose_set
+from kvsurgery.text.needle_sets import AUTO, SETS, NeedleChoice, choose_set, trial_note
 
 KIND = "retrieval"  # of needles that are found, and not reasoned about
 OTHERWISE = "or leave needle out of `tasks`"
@@ -33,6 +34,7 @@ class Trial:
         reader: whom samples are written for.
         options: the evaluation's.
         processes: that share the trials.
+        progress: told of each trial, by the first process.
         note: called with a line on what was chosen.
     """
 
@@ -41,6 +43,7 @@ class Trial:
     reader: Reader
     options: Options
     processes: Processes
+    progress: Progress
     note: Callable[[str], None]
 
     def with_needle_choices(self, tasks: Mapping[str, Task]) -> dict[str, Task]:
@@ -88,7 +91,11 @@ class Trial:
         samples = trial_samples[name]
         workers = Processes() if self.options.tp > 1 else self.processes
         own_samples = samples[workers.rank :: workers.world]
-        records = [record for sample in own_samples for record in respondent.records([sample], lambda note: None)]
+        records = []
+        for place, sample in enumerate(own_samples):
+            if self.processes.rank == 0:
+                self.progress(0, None, trial_note(name, place * workers.world))
+            records += respondent.records([sample], lambda note: None)
         scores = (record.get("scores", {}).get(samples[0].metric, 0) for record in records)
         return sum(workers.gather([sum(score > RIGHT for score in scores)]))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.retrieval import RETRIEVAL_METHODS, RIGHT, Trials, answer, checked_prompts, judge_answer
 from kvsurgery.text.haystack import Haystack
-from kvsurgery.text.needle_sets import NeedleChoice, choose_set, read_set, trial_places
+from kvsurgery.text.needle_sets import NeedleChoice, choose_set, read_set, trial_note, trial_places
 from kvsurgery.text.needles import needle_place
 
 INSTEAD = {
@@ -23,6 +24,7 @@ def choose_needles(
     method: str,
     trials: Trials,
     *,
+    progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> NeedleChoice:
     """The hardest set of a method's kind of which the model answers at least half of the trials.
@@ -33,6 +35,7 @@ def choose_needles(
         haystack: the text around the needles.
         method: a key of `RETRIEVAL_METHODS`.
         trials: the grid that the scores will hide needles in; the trial is of its shortest length.
+        progress: told of each trial, of an unknown number.
         mesh: the processes that share heads, and their groups trials.
 
     Raises:
@@ -47,6 +50,7 @@ def choose_needles(
         prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
         count = 0
         for number, depth in trial_places(trials.depths)[mesh.group :: mesh.groups]:
+            progress(0, None, trial_note(name, number))
             prompt = prompts[number]
             text = haystack.piece(np.random.default_rng([trials.seed, number]), shortest - prompt.overhead)
             tokens, _ = prompt.around(text, needle_place(text, depth, measured.text))

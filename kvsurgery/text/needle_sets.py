@@ -58,6 +58,11 @@ def trial_places(depths: Sequence[float]) -> list[tuple[int, float]]:
     return [(trial, depths[round(trial * (len(depths) - 1) / (TRIALS - 1))]) for trial in range(TRIALS)]
 
 
+def trial_note(name: str, number: int) -> str:
+    """How far the trials of a set are, before one of them, which count from 0."""
+    return f"trying needles: {name}, {number + 1} of {TRIALS}"
+
+
 def choose_set(
     kind: Kind,
     count: Callable[[str], int],

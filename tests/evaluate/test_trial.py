@@ -35,8 +35,9 @@ def loaded(monkeypatch):
 @pytest.mark.parametrize("answered", ["word", "fact", "phrase"])
 def test_the_hardest_answered_set_is_asked_and_recorded(answered, task, sets, tmp_path):
     sets(answered)
-    lines = []
-    results = evaluate({"original": MODEL}, task, tmp_path / "report", BATCH, device="cpu", note=lines.append)
+    lines, steps = [], []
+    told = {"progress": lambda *step: steps.append(step), "note": lines.append}
+    results = evaluate({"original": MODEL}, task, tmp_path / "report", BATCH, device="cpu", **told)
     assert results.tasks[0].scores["original"].mean == 1
     assert results.tasks[0].count == COUNT * 4
     chosen = results.settings["tasks"]["needle"]
@@ -45,6 +46,7 @@ def test_the_hardest_answered_set_is_asked_and_recorded(answered, task, sets, tm
     assert chosen["choice"]["tokens"] == 96
     [line] = lines
     assert line.startswith(f"needles: {answered}, ")
+    assert {(0, None, f"trying needles: {answered}, {number} of 8") for number in range(1, 9)} <= {*steps}
     assert json.loads((tmp_path / "report" / "settings.json").read_text())["tasks"]["needle"] == chosen
 
 

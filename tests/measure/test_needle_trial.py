@@ -37,8 +37,10 @@ def haystack(tiny, tmp_path_factory):
 )
 def test_the_hardest_answered_set_of_the_kind_at_the_shortest_length(tiny, haystack, sets, method, answered, chosen):
     sets(*answered)
-    choice = choose_needles(tiny, haystack, method, Trials((200, 120)))
+    steps = []
+    choice = choose_needles(tiny, haystack, method, Trials((200, 120)), progress=lambda *step: steps.append(step))
     assert (choice.name, choice.right[chosen], choice.tokens, choice.model) == (chosen, 8, 120, "original")
+    assert {(0, None, f"trying needles: {chosen}, {number} of 8") for number in range(1, 9)} <= {*steps}
     made = retrieval_scores(tiny, haystack, choice, Trials((120,), (0.4,)), method=method)
     assert made.provenance["needle_choice"]["name"] == chosen
     assert json.loads(json.dumps(made.provenance)) == made.provenance

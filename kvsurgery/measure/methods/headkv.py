@@ -45,7 +45,7 @@ class HeadKV(SampledMethod):
         haystack = Haystack.read(self.text, measured.text, max(lengths), self.seed)
         trials = Trials(lengths, self.depths or DEPTHS, seed=self.seed)
         if self.needles == AUTO:
-            needles = choose_needles(measured, haystack, self.name, trials, mesh=mesh)
+            needles = choose_needles(measured, haystack, self.name, trials, progress=reporter.progress, mesh=mesh)
             reporter.note(str(needles))
         else:
             needles = read_set(self.needles)
