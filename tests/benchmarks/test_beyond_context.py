@@ -112,16 +112,20 @@ def test_a_list_counts_the_words_that_an_answer_holds(
     assert len(found["seconds"]) == 1
 
 
-@pytest.mark.parametrize("name", ["beyond-context", "two-hops", "lists"])
-def test_the_heads_are_those_that_the_docs_name(name: str) -> None:
-    """Of the measurements, and of the profile that ships: which has another one, of about the same rank."""
+def heads_of(name: str) -> set[str]:
+    """The embedding heads that REFORM had in a measurement."""
     found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    used = {f"{state}{layer}.{head}" for layer, state, head in found["settings"]["heads"]}
+    return {f"{state}{layer}.{head}" for layer, state, head in found["settings"]["heads"]}
+
+
+def test_the_heads_are_those_that_the_docs_name() -> None:
+    """Of the measurements, and of the profile that ships: which has another one, of about the same rank."""
     page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
     assert "REFORM's heads, v3.2, v6.1, k8.1 and v14.2, were measured" in page
-    assert used == {"v3.2", "v6.1", "k8.1", "v14.2"}
+    assert heads_of("beyond-context") == heads_of("two-hops") == {"v3.2", "v6.1", "k8.1", "v14.2"}
     profile = HeadProfile.load(ROOT / "examples" / "smollm2" / "reform.safetensors")
-    assert {*map(str, profile.embedding_heads)} == {"v3.2", "v6.1", "k7.0", "v14.2"}
+    assert "README.md#profiles), v3.2, v6.1, k7.0 and v14.2" in page
+    assert heads_of("lists") == {*map(str, profile.embedding_heads)} == {"v3.2", "v6.1", "k7.0", "v14.2"}
     readme = " ".join((ROOT / "examples" / "smollm2" / "README.md").read_text().split())
     ranks = profile.ranking.mnr["pattern"]["k"]
     assert f"mean ranks of {ranks[8, 1]:.4f} and {ranks[7, 0]:.4f} by these two" in readme
@@ -193,25 +197,24 @@ def test_several_facts_of_a_text_are_found_as_often_as_the_docs_say() -> None:
 
 def test_lists_hold_as_many_words_as_the_docs_say() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "lists.json").read_text())
-    [(length, samples)] = found["results"].items()
-    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
-    assert f"in {len(samples)} texts of {int(length):,} tokens, one question names all four places" in page
+    text = (ROOT / "docs" / "results" / "long-prompts.md").read_text()
+    assert "\n".join(beyond_context.table(found)) in text
+    results, page = found["results"], " ".join(text.split())
+    assert {len(samples) for samples in results.values()} == {found["texts"]} == {25}
+    assert all({*FEW[1:]} <= {*sample} for samples in results.values() for sample in samples)
+    assert sum("full attention" in sample for sample in results["8000"]) == 7
+    assert "Full attention read seven texts of 8,000 tokens" in page
 
-    def share(name: str) -> str:
-        words = beyond_context.recalled(samples, name)
-        return f"{words.mean:.0%} [{words.low:.0%}, {words.high:.0%}]"
+    def ahead(name: str, other: str, *lengths: str) -> list[str]:
+        words = beyond_context.recalled([sample for length in lengths for sample in results[length]], name, other)
+        return [f"{100 * value:.0f}" for value in (words.mean, words.low, words.high)]
 
-    def ahead(name: str, other: str) -> str:
-        words = beyond_context.recalled(samples, name, other)
-        return "{:.0f} points [{:.0f}, {:.0f}]".format(*(100 * value for value in (words.mean, words.low, words.high)))
-
-    full, reform, bm25, truncation = map(share, ("full attention", "REFORM", "BM25 retrieval", "truncation"))
-    assert (
-        f"Full attention lists {full} of the words, REFORM {reform}, BM25 {bm25} and truncation {truncation}." in page
-    )
-    of_full = ahead("REFORM", "full attention")
-    of_bm25 = ahead("BM25 retrieval", "REFORM").replace(" points", "")
-    assert f"REFORM is ahead of full attention by {of_full}, and behind BM25 by {of_bm25}." in page
+    mean, low, high = ahead("BM25 retrieval", "REFORM", "16000", "32000")
+    assert f"at 16,000 and 32,000 tokens together, BM25 lists {mean} points [{low}, {high}] more" in page
+    mean, low, high = ahead("REFORM", "full attention", "4000")
+    assert f"REFORM is ahead by {mean} points [{low}, {high}]" in page
+    mean, low, high = ahead("BM25 retrieval", "full attention", "4000")
+    assert f"and BM25 by {mean} [{low}, {high}]" in page
 
 
 def test_two_hops_are_guessed_as_the_docs_say() -> None:
