@@ -40,14 +40,13 @@ test-fast: .venv/ready
 	.venv/bin/python $(PYTEST) $(FAST:%=tests/%) --ignore tests/policy/test_footprint.py
 
 # what a checkpoint's users have may be older: how models of other versions of transformers call the emitted code, and on
-# the oldest all else that loads models or asks the Hub, but for what torch alone decides, which is the same with each,
-# and for two processes, since four show as much
+# the oldest all else that loads models or asks the Hub, but for what torch alone decides, which is the same with each
 CALLED = emit conversion/test_logits.py $(patsubst %,templates/test_%.py,exactness gather generation images linear_attention sinks)
 COMMANDS = bench compute convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream
 REST = distributed/test_tensor_parallel.py bench evaluate/test_decoding.py test_hub.py $(COMMANDS:%=cli/test_%.py)
 REST += $(patsubst %,templates/test_%.py,budgeted chunked_attention encode hold kv_cache quantized)
 TORCH_ONLY = any_operations or every_family_equals or quantized_twice or every_way_in or tile_by_tile or minutes_decide
-TORCH_ONLY += or allocated_bytes or more_bits or decoding_of_quantized_heads or what_one_does[2]
+TORCH_ONLY += or allocated_bytes or more_bits or decoding_of_quantized_heads
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-4.%: .venv-4.%/ready

@@ -27,7 +27,7 @@ CASES = {
         (FOLDER / "model", 1, 1),
         (FOLDER / "model", 2, 1),
     ],
-    4: [("qwen3", 2, 2)],
+    4: [("qwen3", 1, 2), ("llama", 2, 2)],
 }
 TYPES = {"gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]}}
 
