@@ -46,7 +46,7 @@ COMMANDS = bench compute convert evaluate hub_convert parallel_convert push refo
 REST = distributed/test_tensor_parallel.py bench evaluate/test_decoding.py test_hub.py $(COMMANDS:%=cli/test_%.py)
 REST += $(patsubst %,templates/test_%.py,budgeted chunked_attention encode hold kv_cache quantized)
 TORCH_ONLY = any_operations or every_family_equals or quantized_twice or every_way_in or tile_by_tile or minutes_decide
-TORCH_ONLY += or allocated_bytes or more_bits or decoding_of_quantized_heads
+TORCH_ONLY += or more_bits or decoding_of_quantized_heads
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-4.%: .venv-4.%/ready
