@@ -182,15 +182,16 @@ def main() -> None:
         raise SystemExit(f"{arguments.json} was measured with {report['settings']}; give it another name")
     results = report.setdefault("results", {})
     report["places"] = [place for prompt in trials.prompts for place in prompt.places]
+    wanted = [ORIGINAL, *(choice.name for choice in selected)]
 
     def keep(name: str, facts: dict[str, Any], begin: float) -> None:
         results[name] = facts
         record_versions(report, name, arguments.device)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-        recall, seconds = np.mean(facts["right"]), time.perf_counter() - begin
+        done, recall = sum(name in results for name in wanted), np.mean(facts["right"])
         console.stderr.print(
-            f"{len(results)} of {1 + len(selected)}: {name}: {recall:.0%} of facts, KL {np.mean(facts['kl']):.4f}, "
-            f"perplexity {np.exp(np.mean(facts['nats'])):.2f}, {seconds:.0f} s"
+            f"{done} of {len(wanted)}: {name}: {recall:.0%} of facts, KL {np.mean(facts['kl']):.4f}, "
+            f"perplexity {np.exp(np.mean(facts['nats'])):.2f}, {time.perf_counter() - begin:.0f} s"
         )
 
     stock_model = stock(arguments.model, device=arguments.device)

@@ -16,8 +16,8 @@ from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.gates import WARM_UP, add_gradient, gate_scores, initial_gates, rate
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.settling import LATEST, SHARES, settled
-from kvsurgery.measure.training_state import TrainingState
+from kvsurgery.measure.settling import LATEST, MOST_MOVED, SHARES, settled
+from kvsurgery.measure.training_state import HISTORY, TrainingState
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.system.processes import Processes
 from kvsurgery.version import TOOL
@@ -171,11 +171,11 @@ def training_step(
     return loss, mean_data_loss
 
 
-def outcome(profile: HeadProfile) -> list[str]:
+def outcome(profile: HeadProfile, history: np.ndarray) -> list[str]:
     """Lines on how a training went: whether its gates settled before the last step, separated, or collapsed to 0.
 
     Args:
-        profile: of `train_gates`.
+        profile, history: of `train_gates`.
     """
     lines = []
     steps, steps_done = profile.provenance["steps"], profile.provenance["steps_done"]
@@ -186,7 +186,7 @@ def outcome(profile: HeadProfile) -> list[str]:
     gates = profile.head_scores[profile.eligible]
     high_count = int((gates >= HIGH).sum())
     if high_count > gates.size / 2:
-        advice = "raise `reg`" if steps_done < steps else "train longer, or raise `reg`"
+        advice = "train longer, or raise `reg`" if _gates_still_fall(profile, history) else "raise `reg`"
         lines.append(f"{high_count} of {gates.size} gates are {HIGH} or more: they have not separated; {advice}")
     ranked_count = int((gates > 0).sum())
     if ranked_count < max(SHARES) * gates.size:
@@ -195,6 +195,16 @@ def outcome(profile: HeadProfile) -> list[str]:
             f"to keep more than {ranked_count} heads full, lower `reg` or train fewer steps"
         )
     return lines
+
+
+def _gates_still_fall(profile: HeadProfile, history: np.ndarray) -> bool:
+    """Whether the mean gate has moved noticeably over the second half of the steps."""
+    half = len(history) // 2
+    mean_gates = history[half:, HISTORY.index("mean_gate")]
+    farthest = profile.provenance["lr"] * sum(
+        rate(step, profile.provenance["steps"]) for step in range(half + 1, len(history))
+    )
+    return mean_gates[0] - mean_gates[-1] >= MOST_MOVED * farthest
 
 
 def _has_settled(state: TrainingState, options: GateOptions, processes: Processes) -> bool:

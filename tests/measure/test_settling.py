@@ -9,6 +9,7 @@ from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.measure import settling, training, training_state
 from kvsurgery.measure.settling import LATEST, settled
 from kvsurgery.measure.training import GateOptions, KeptState, outcome, train_gates
+from kvsurgery.measure.training_state import HISTORY
 from tests.helpers.families import stock
 from tests.helpers.measured_models import measured_model
 from tests.measure.head_profiles import profile
@@ -82,23 +83,47 @@ class TestTrajectories:
         assert not settled(trajectory(start, np.where(start == 1, -0.002, 0)), LR)
 
 
+def outcome_of(mean_gates: list[float] | np.ndarray = (1.0,), **fields) -> list[str]:
+    """What a training says whose mean gate was this after each step."""
+    history = np.zeros((len(mean_gates), len(HISTORY)))
+    history[:, HISTORY.index("mean_gate")] = mean_gates
+    steps = {"steps": len(history), "steps_done": len(history), "lr": LR}
+    return outcome(profile(**fields, provenance=steps), history)
+
+
 class TestOutcome:
+    @pytest.mark.parametrize(
+        ("mean_gates", "advice"),
+        [
+            (np.linspace(1, 0.6, 200), "train longer, or raise `reg`"),
+            (np.linspace(1, 0.6, 200).clip(0.78), "raise `reg`"),
+            (np.linspace(1, 0.6, 200).clip(0.82), "raise `reg`"),
+            ([1.0], "train longer, or raise `reg`"),
+        ],
+        ids=["falling", "still by the middle", "still for long", "one step"],
+    )
+    def test_gates_that_have_not_separated(self, mean_gates, advice):
+        """More steps help those that still fall."""
+        scores = np.array([[0.8, 0.9], [1.0, 0.1], [0.8, 0.2]], np.float32)
+        assert outcome_of(mean_gates, scores=scores) == [
+            f"4 of 6 gates are 0.8 or more: they have not separated; {advice}"
+        ]
+
     @pytest.mark.parametrize(("at_0", "told"), [(0, False), (25, False), (26, True), (57, True), (100, True)])
     def test_gates_that_have_collapsed(self, at_0, told):
         """Where three quarters of the heads cannot be chosen by their gates, a line says how many can."""
         gates = np.linspace(0.1, 0.7, HEADS, dtype=np.float32)
         gates[:at_0] = 0
         model = ModelDimensions(layers=25, query_heads=8, kv_heads=4, head_dim=16)
-        lines = outcome(profile(scores=gates.reshape(25, 4), model=model, provenance={"steps": 9, "steps_done": 9}))
+        lines = outcome_of(scores=gates.reshape(25, 4), model=model)
         line = f"{at_0} of 100 gates are 0: they have collapsed and rank alike; "
         line += f"to keep more than {100 - at_0} heads full, lower `reg` or train fewer steps"
         assert lines == ([line] if told else [])
 
     def test_layers_without_gates_do_not_count(self):
         scores = np.array([[0.1, 0.2], [0.0, 0.0], [0.3, 0.4]], np.float32)
-        told = {"steps": 9, "steps_done": 9}
-        assert outcome(profile(scores=scores, windows=(None, 64, None), provenance=told)) == []
-        assert len(outcome(profile(scores=scores, windows=(None, None, None), provenance=told))) == 1
+        assert outcome_of(scores=scores, windows=(None, 64, None)) == []
+        assert len(outcome_of(scores=scores, windows=(None, None, None))) == 1
 
 
 class TestTraining:
@@ -142,7 +167,7 @@ class TestTraining:
         profile, history = self.train(measured, reg=50.0)
         assert (history[-2 * FEW :, 2] == 0).all()
         assert len(history) == 40
-        assert outcome(profile) == [
+        assert outcome(profile, history) == [
             "8 of 8 gates are 0: they have collapsed and rank alike; "
             "to keep more than 0 heads full, lower `reg` or train fewer steps"
         ]

@@ -160,8 +160,9 @@ def _show(measurement: Measurement, out: Path) -> None:
     from kvsurgery.profile.plots import plot_training
 
     if isinstance(measurement.result, HeadProfile):
-        for line in outcome(measurement.result) if measurement.history is not None else ():
-            console.stderr.print(in_flags(line))
+        if measurement.history is not None:
+            for line in outcome(measurement.result, measurement.history):
+                console.stderr.print(in_flags(line))
         show_saved(measurement.result, out)
     else:
         show_saved_losses(measurement.result, out)
