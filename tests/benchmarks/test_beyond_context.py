@@ -151,6 +151,7 @@ def test_the_documents_say_what_was_measured() -> None:
     assert "\n".join(beyond_context.table(found)) in (ROOT / "docs" / "results" / "long-prompts.md").read_text()
     results = found["results"]
     assert {len(samples) for samples in results.values()} == {found["texts"]} == {25}
+    assert all({*NAMES[1:]} <= {*sample} for samples in results.values() for sample in samples)
     right = {
         (length, name): beyond_context.recalled(samples, name).mean
         for length, samples in results.items()
