@@ -23,7 +23,7 @@ from paired import HEADS, Scores, outside_window, scores
 from kvsurgery.display.figure import new_figure, save_figure
 
 NAME = re.compile(r"(?P<heads>.+), (?P<share>\d+)% full, (?P<size>\d+\+\d+)")
-DRAW = re.compile(r"random \d+")
+DRAW = re.compile(r"(, seed)? \d+$")  # of random heads, or the seed of a training
 RANDOM = "random"
 ORIGINAL = "original"
 FULL, RECALLED = "full KV heads, %", "facts outside the window recalled"
@@ -31,12 +31,12 @@ FULL, RECALLED = "full KV heads, %", "facts outside the window recalled"
 
 @dataclass(frozen=True)
 class Row:
-    """One choice of heads at one share and window, or the original; random draws are one row.
+    """One choice of heads at one share and window, or the original; random draws are one row, and seeds of a training.
 
     Attributes:
         heads, share: what was chosen, the per cent of full heads; None of the original.
         scores: with facts outside of this window.
-        draws: recall of each draw, lowest first.
+        draws: recall of each draw or seed, lowest first.
     """
 
     heads: str
@@ -60,8 +60,7 @@ def rows(report: Mapping[str, Any], size: str) -> list[Row]:
         match = NAME.fullmatch(name)
         if match is None or match["size"] != size:
             continue
-        heads = RANDOM if DRAW.fullmatch(match["heads"]) else match["heads"]
-        grouped.setdefault((heads, int(match["share"])), []).append(result)
+        grouped.setdefault((DRAW.sub("", match["heads"]), int(match["share"])), []).append(result)
     result_rows = []
     for (heads, share), draws in grouped.items():
         recalls = sorted(float(np.mean(draw["right"])) for draw in draws)
@@ -80,22 +79,22 @@ def table(report: Mapping[str, Any], size: str) -> list[str]:
         share = "all" if row.share is None else f"{row.share}%"
         cells = row.scores.original_cells if row.share is None else row.scores.cells
         if row.draws:
-            cells[0] += f" ({row.draws[0]:.0%} to {row.draws[-1]:.0%} in {len(row.draws)} draws)"
+            unit = "draws" if row.heads == RANDOM else "seeds"
+            cells[0] += f" ({row.draws[0]:.0%} to {row.draws[-1]:.0%} in {len(row.draws)} {unit})"
         lines.append(f"| {' | '.join([share, row.heads, *cells])} |")
     return lines
 
 
 def depth_table(report: Mapping[str, Any], size: str, share: int) -> list[str]:
     """Lines of a Markdown table for one window and share, in per cent: the facts recalled of those in each quarter of
-    the texts, by choice of heads; of random heads the mean over draws."""
+    the texts, by choice of heads; of several draws or seeds the mean."""
     settings, results = report["settings"], report["results"]
     quarter = np.minimum(4 * np.array(report["places"]) // settings["length"], 3)
     grouped: dict[str, list[np.ndarray]] = {ORIGINAL: [np.array(results[ORIGINAL]["right"])]}
     for name, result in results.items():
         match = NAME.fullmatch(name)
         if match and match["size"] == size and int(match["share"]) == share:
-            heads = RANDOM if DRAW.fullmatch(match["heads"]) else match["heads"]
-            grouped.setdefault(heads, []).append(np.array(result["right"]))
+            grouped.setdefault(DRAW.sub("", match["heads"]), []).append(np.array(result["right"]))
     columns = [f"{name} quarter" for name in ("first", "second", "third", "last")]
     lines = [f"| {share}% full | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for name, draws in grouped.items():

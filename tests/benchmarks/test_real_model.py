@@ -14,9 +14,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
 
-import agreement
+import documented_tables
 import heads_report
 import paired
 import selections
@@ -202,6 +203,18 @@ def test_the_table_counts_by_prompt_and_pairs_by_window(tmp_path: Path) -> None:
     assert min((tmp_path / name).stat().st_size for name in ("heads.png", "lengths.png")) > 10_000
 
 
+def test_seeds_of_a_training_are_one_row() -> None:
+    results = {
+        "original": FOUND["results"]["original"],
+        "gates, 50% full, 4+20": result([1, 1, 1, 0], [3.1, 5.1]),
+        "gates, seed 1, 50% full, 4+20": result([0, 0, 1, 0], [3.1, 5.1]),
+    }
+    [_, row] = heads_report.rows(FOUND | {"results": results}, "4+20")
+    assert (row.heads, row.scores.recall.mean, row.draws) == ("gates", 0.5, (0.25, 0.75))
+    [*_, line] = heads_report.table(FOUND | {"results": results}, "4+20")
+    assert line.startswith("| 50% | gates | 50% [0%, 100%] (25% to 75% in 2 seeds) | ")
+
+
 def test_draws_widen_an_interval() -> None:
     """Draws that differ by more than texts do: the interval reaches from the one to the other."""
     far = np.ones(40, dtype=bool)
@@ -260,33 +273,6 @@ def results(name: str) -> dict:
 
 def page(name: str = "docs/results/heads.md") -> str:
     return " ".join((ROOT / name).read_text().split())
-
-
-def test_the_documented_tables_are_the_committed_results() -> None:
-    said = (ROOT / "docs" / "results" / "heads.md").read_text()
-    for name in (
-        "which-heads",
-        "which-heads-answers",
-        "which-heads-2048",
-        "which-heads-4096",
-        "which-heads-8000",
-        "which-heads-windows",
-    ):
-        found = results(name)
-        for size in heads_report.windows(found):
-            assert "\n".join(heads_report.table(found, size)) in said
-    for name in ("which-heads-2048", "which-heads-4096", "which-heads-8000"):
-        assert "\n".join(heads_report.depth_table(results(name), "64+256", 50)) in said
-    for name in ("gates", "attention", "er"):
-        profile = HeadProfile.load(ROOT / "examples" / "smollm2" / f"{name}.safetensors")
-        assert any(key.startswith(f"{name}, ") for key in results("which-heads")["results"])
-        assert (profile.model.layers, profile.model.kv_heads) == (30, 3)
-
-
-def test_documented_selections_are_the_committed_results() -> None:
-    said = (ROOT / "docs" / "results" / "caches.md").read_text()
-    for name in ("smollm2", "bundled"):
-        assert "\n".join(selections.table(results(f"selections-{name}"))) in said
 
 
 def test_facts_are_counted_by_depth() -> None:
@@ -449,10 +435,6 @@ def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
         f"{recall['gates of 20 minutes']}, and by the first gates {recall['gates']}."
     ) in page()
     assert f"Perplexity rises by {more['er']} (ER) to {more['attention']} (attention)." in page()
-    seed = "gates of longer prompts, seed 1"
-    said = f"another seed, which choose two other heads, recall {recall[seed]}, with perplexity {more[seed]} higher."
-    assert said in page()
-    assert rows[seed].more.low < 0 < rows[seed].more.high
     choices = (*MEASURED, "gates of 20 minutes")
     assert {name for name in choices if rows[name].more.high < 0} == {"gates"}
     ratios = {name: rows[name].ratio.mean for name in choices}
@@ -482,22 +464,24 @@ def test_gates_of_20_minutes_are_what_their_readme_says() -> None:
 
 def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
     folder = ROOT / "examples" / "smollm2"
-    text = (folder / "README.md").read_text()
-    names = [cell.strip() for cell in text.partition("| | minutes |")[2].splitlines()[0].strip("|").split("|")]
-    profiles = {name: load_scores(folder / f"{name}.safetensors") for name in ("gates", "minutes", *names)}
-    assert profiles.keys() == {path.stem for path in folder.glob("*.safetensors")} - {"reform"}  # which has no scores
-    table = agreement.table(profiles)
-    assert "\n".join(table) in text
-    assert table[3].startswith("| minutes |  | 0.98, 45 |")  # of two seeds
-    said = " ".join(text.split())
+    names = {path.stem for path in folder.glob("*.safetensors")} - {"reform"}  # which has no scores
+    assert names == {*documented_tables.PROFILES}
+    profiles = {name: load_scores(folder / f"{name}.safetensors") for name in names}
+    said = " ".join((folder / "README.md").read_text().split())
 
     def shared(one: str, other: str) -> int:
         return next(each.shared for each in compare(profiles[one], profiles[other]).overlaps if each.sparsity == 0.5)
 
     assert f"in place of 384 to 768, change {45 - shared('longer', 'minutes')} of the 45 heads." in said
     assert f"The gates of longer prompts share {shared('longer', 'er')} heads with ER, " in said
-    assert f"choose the same {shared('minutes', 'seed-1')} heads, and of longer prompts " in said
-    assert f"and of longer prompts {shared('longer', 'longer-seed-1')} of 45." in said
+    assert f"choose the same {shared('minutes', 'seed-1')} heads, of longer prompts " in said
+    long_seeds = ("longer-400", "longer-400-seed-1", "longer-400-seed-2")
+    [alike] = {shared(*pair) for pair in itertools.combinations(long_seeds, 2)}
+    pairs_said = f"of longer prompts {shared('longer', 'longer-seed-1')} of 45, and any two of the three with 400 steps"
+    assert f"{pairs_said} {alike}." in said
+    by_steps = [shared(*pair) for pair in itertools.product(("longer", "longer-seed-1"), long_seeds)]
+    assert f"choose {min(by_steps)} to {max(by_steps)} of the 45 heads that those of 127 steps choose" in said
+    assert {profiles[name].provenance["steps_done"] for name in long_seeds} == {400}
     assert shared("longer-seed-1", "er") == shared("longer", "er")
     assert shared("minutes", "er") == shared("seed-1", "er")
     assert f"`minutes` and `seed-1` share {shared('minutes', 'er')}." in said

