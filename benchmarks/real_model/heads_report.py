@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,12 @@ def _tokens(size: str) -> tuple[int, int]:
 def plot(report: Mapping[str, Any], size: str, path: Path) -> None:
     """Recall and perplexity over the share of full heads, a line for each choice, bars for 95% intervals."""
     figure = new_figure(11, 4.2)
-    axes = figure.subplots(1, 2)
+    axes, all_rows = figure.subplots(1, 2), rows(report, size)
+    colors = _colors(all_rows)
     for axis, value, label in zip(
         axes, ("outside", "ratio"), (RECALLED, "perplexity over the original's"), strict=True
     ):
-        _lines(axis, rows(report, size), value)
+        _lines(axis, all_rows, value, colors)
         axis.set(xlabel=FULL, ylabel=label)
     axes[0].set_ylim(0, 1)
     axes[0].legend(frameon=False, fontsize="small")
@@ -126,29 +128,43 @@ def plot(report: Mapping[str, Any], size: str, path: Path) -> None:
 
 def plot_lengths(reports: Sequence[Mapping[str, Any]], size: str, path: Path) -> None:
     """Recall over the share of full heads, for texts of each length, of the choices that have several shares."""
-    figure = new_figure(4.2 * len(reports), 4.2)
+    figure = new_figure(4.2 * len(reports), 4.8)
     axes = np.atleast_1d(figure.subplots(1, len(reports), sharey=True))
-    for axis, report in zip(axes, reports, strict=True):
-        [original_row, *choice_rows] = rows(report, size)
-        shares = Counter(row.heads for row in choice_rows)
-        _lines(axis, [original_row, *(row for row in choice_rows if shares[row.heads] > 1)], "outside")
+    rows_by_report = [_with_several_shares(rows(report, size)) for report in reports]
+    colors = _colors([*chain(*rows_by_report)])
+    for axis, report, report_rows in zip(axes, reports, rows_by_report, strict=True):
+        _lines(axis, report_rows, "outside", colors)
         axis.set(xlabel=FULL, title=f"{report['settings']['length']:,} tokens", ylim=(0, 1))
     axes[0].set_ylabel(RECALLED)
-    axes[-1].legend(frameon=False, fontsize="small")
+    labelled = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(labelled.values(), labelled, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     save_figure(figure, path)
 
 
-def _lines(axis: Axes, all_rows: Sequence[Row], value: str) -> None:
+def _with_several_shares(all_rows: Sequence[Row]) -> list[Row]:
+    """The original, and choices that were measured at more than one share."""
+    shares = Counter(row.heads for row in all_rows)
+    return [row for row in all_rows if row.heads == ORIGINAL or shares[row.heads] > 1]
+
+
+def _colors(all_rows: Sequence[Row]) -> dict[str, str]:
+    """Of each choice, the same in every panel; random heads are gray."""
+    names = dict.fromkeys(row.heads for row in all_rows if row.heads not in (ORIGINAL, RANDOM))
+    return {name: f"C{number}" for number, name in enumerate(names)} | {RANDOM: "0.6"}
+
+
+def _lines(axis: Axes, all_rows: Sequence[Row], value: str, colors: Mapping[str, str]) -> None:
     """The original, which comes first, and each choice over its shares."""
     [original_row, *choice_rows] = all_rows
     axis.axhline(getattr(original_row.scores, value).mean, color="0.4", linestyle=":", label="original")
     for heads in dict.fromkeys(row.heads for row in choice_rows):
-        _line(axis, heads, value, [row for row in choice_rows if row.heads == heads])
+        _line(axis, value, [row for row in choice_rows if row.heads == heads], colors[heads])
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _line(axis: Axes, heads: str, value: str, choice_rows: Sequence[Row]) -> None:
+def _line(axis: Axes, value: str, choice_rows: Sequence[Row], color: str) -> None:
     """A choice at its shares."""
+    heads = choice_rows[0].heads
     choice_rows = sorted(choice_rows, key=lambda row: row.share or 0)
     values = [getattr(row.scores, value) for row in choice_rows]
     bars = np.array([[interval.mean - interval.low, interval.high - interval.mean] for interval in values]).T
@@ -160,7 +176,7 @@ def _line(axis: Axes, heads: str, value: str, choice_rows: Sequence[Row]) -> Non
         markersize=4,
         capsize=2,
         label=heads,
-        color="0.6" if heads == RANDOM else None,
+        color=color,
         linestyle="--" if heads == RANDOM else "-",
     )
 

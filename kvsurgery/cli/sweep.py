@@ -19,9 +19,9 @@ from kvsurgery.errors import OutputError
 from kvsurgery.recipe import Recipe
 
 if TYPE_CHECKING:
-    from kvsurgery.evaluate.sweep_results import Sweep
+    from rich.table import Table
 
-MOST_COMPARED = 3  # tasks and metrics up to which the table has differences too
+    from kvsurgery.evaluate.sweep_results import Sweep
 
 
 @click.command(cls=Grouped)
@@ -127,6 +127,14 @@ def _with_options(results: Sweep) -> Sweep:
 
 
 def _show(results: Sweep) -> None:
+    """The scores of each setting, with differences from the original where there is room for them."""
+    from kvsurgery.display import console
+
+    table = _table(results, has_differences=True)
+    console.stdout.print(table if console.fits(table) else _table(results, has_differences=False))
+
+
+def _table(results: Sweep, *, has_differences: bool) -> Table:
     """A row for each setting, the original's first."""
     from kvsurgery.cli.evaluate import cells
     from kvsurgery.display import console
@@ -134,7 +142,7 @@ def _show(results: Sweep) -> None:
     from kvsurgery.evaluate.sweep_results import named, varied
     from kvsurgery.report.findings import titles
 
-    has_differences, varying = len(results.original) <= MOST_COMPARED, varied(results.axes)
+    varying = varied(results.axes)
     columns = [*(name.replace("_", " ") for name in varying), "KV bytes", "of original"]
     original_row = [ORIGINAL, *[""] * (len(varying) - 1), console.size(results.dense_bytes), "100.0%"]
     for title, result in zip(titles(results.original).values(), results.original, strict=True):
@@ -155,7 +163,7 @@ def _show(results: Sweep) -> None:
     title = (
         f"Quality against the KV cache of one sequence of {results.tokens:,} tokens{constants and ', with '}{constants}"
     )
-    console.stdout.print(console.table(title, columns, rows, left=0))
+    return console.table(title, columns, rows, left=0)
 
 
 def _notes(results: Sweep) -> Iterator[str]:

@@ -28,6 +28,7 @@ from kvsurgery.display.pace import Pace, ProgressLines, whole_time
 from kvsurgery.display.progress import Progress
 
 USUAL = 80  # columns of a terminal
+MOST = 120  # columns of a file's lines, that an editor shows without scrolling
 WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
 
 # file names and results are printed as they are: nothing in them is markup
@@ -48,6 +49,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], lef
     texts = [[str(cell) for cell in row] for row in rows]
     result = _table(title, columns, texts, left, compact=False)
     return result if _width(result) <= USUAL else _table(title, columns, texts, left, compact=True)
+
+
+def fits(content: Table) -> bool:
+    """Whether the lines of a table are shown whole: in the terminal, or in a file."""
+    room = max(stdout.width, USUAL) if stdout.is_terminal else MOST
+    return _width(content) <= room
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, *, compact: bool) -> Table:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvsurgery.display import console
 from tests.evaluate.recall import MODEL, write_language
 from tests.helpers.command import done, refused, run
 from tests.helpers.hub_server import serve
@@ -31,7 +32,7 @@ def _there(place, monkeypatch):
     monkeypatch.chdir(place)
 
 
-def test_a_table_a_picture_and_json():
+def test_a_table_a_picture_and_json(monkeypatch):
     said = done(*SWEEP, *AXES, "--out", "swept")
     title, *table = [line.split() for line in said.out.splitlines() if line.strip()]
     assert " ".join(title).endswith("of 166 tokens, with sink 4")
@@ -62,6 +63,12 @@ def test_a_table_a_picture_and_json():
     assert set(fields) == {None, "`full_heads` must lie in [0, 12] for this model, got 13"}
     assert again["command"].startswith("kvsurgery sweep")
     assert again["source"] == str(MODEL)
+    # without room, a setting has its score alone
+    monkeypatch.setattr(console, "fits", lambda table: False)
+    narrow = done(*SWEEP, *AXES, "--out", "swept").out
+    assert "difference" in said.out
+    assert "difference" not in narrow
+    assert rows[0][:6] in [line.split()[:6] for line in narrow.splitlines()]
 
 
 def test_bits_need_no_profile():

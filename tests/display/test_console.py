@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+from rich.console import Console
 
 from kvsurgery.display import console
 from kvsurgery.display.pace import duration
@@ -135,6 +136,14 @@ class TestTable:
         _, words, more_words, _, cells = self.text(*["first token"] * 7)
         assert (words.split(), more_words.split()) == (["first"] * 7, ["token"] * 7)
         assert cells == "  ".join(["a" * 9] * 7)
+
+    @pytest.mark.parametrize(("terminal", "room"), [(None, 120), (60, 80), (80, 80), (150, 150)])
+    def test_what_fits(self, terminal, room, monkeypatch):
+        """In a file of long lines, or in a terminal, with a space on both sides; on narrow ones nothing has to."""
+        if terminal is not None:
+            monkeypatch.setattr(console, "stdout", Console(force_terminal=True, width=terminal))
+        fitting, wider = (console.table("Scores", ["name"], [["a" * cells]]) for cells in (room - 2, room - 1))
+        assert (console.fits(fitting), console.fits(wider)) == (True, False)
 
     def test_a_narrow_table_stays_as_it_is(self):
         _, headings, _, cells = self.text("first token", "a")
