@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "smollm2" / "README.md"]
 PROFILES = ["gates", "minutes", "seed-1", "longer", "longer-seed-1"]  # in the order of their table
 PROFILES += ["longer-400", "longer-400-seed-1", "longer-400-seed-2", "lm", "attention", "er", "r", "losses"]
-HEADS = ("which-heads", "which-heads-answers", "which-heads-windows", *(f"which-heads-{n}" for n in (2048, 4096, 8000)))
+BY_LENGTH = tuple(f"which-heads-{length}" for length in (2048, 4096, 8000))
+HEADS = ("which-heads", "which-heads-answers", "which-heads-windows", *BY_LENGTH)
 TABLE = re.compile(r"<!-- table: (?P<name>.+) -->\n\n(?P<lines>(?:\|.*\n)+)")
 
 
@@ -53,29 +53,29 @@ def results(name: str) -> Any:
 
 
 def profiles_agree() -> list[str]:
-    """How far the profiles of SmolLM2 agree, those with scores of heads."""
+    """The table of agreement between SmolLM2's profiles with scores of heads."""
     folder = ROOT / "examples" / "smollm2"
     return agreement.table({name: load_scores(folder / f"{name}.safetensors") for name in PROFILES})
 
 
 def heads_table(report: Mapping[str, Any]) -> list[str]:
-    """Of results with one window."""
+    """The table of results that have a single window."""
     [size] = heads_report.windows(report)
     return heads_report.table(report, size)
 
 
 def quality_table(report: Mapping[str, Any], scheme: str) -> list[str]:
-    """What each step of quantization with a scheme loses."""
+    """The table of what each step of quantization loses, for one scheme."""
     return cache_quality.table(report["windows"], scheme)
 
 
 def all_tables() -> dict[str, Callable[[], list[str]]]:
-    """What makes each table, by its name in the pages."""
+    """Functions that make each table, by the table's name in the pages."""
 
-    def of(table: Callable[..., list[str]], name: str, *arguments: Any) -> Callable[[], list[str]]:
+    def from_results(table: Callable[..., list[str]], name: str, *arguments: Any) -> Callable[[], list[str]]:
         return lambda: table(results(name), *arguments)
 
-    simple = {
+    names_by_function = {
         beyond_context.table: ("beyond-context", "lists"),
         beyond_cost.table: ("beyond-cost",),
         cache_report.asked_table: ("which-cache-at-end",),
@@ -96,16 +96,19 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
     }
     gpu = gpu_tables.tables(results("gpu-nvidia-h100-80gb-hbm3"))
     return {
-        **{name: of(table, name) for table, names in simple.items() for name in names},
-        **{f"{name}, written": of(long_answers.pace_table, name) for name in ("held-answers", "held-answers-bundled")},
-        **{name: of(heads_table, name) for name in HEADS},
-        **{f"{name}, by depth": of(heads_report.depth_table, name, "64+256", 50) for name in HEADS[3:]},
+        **{name: from_results(table, name) for table, names in names_by_function.items() for name in names},
         **{
-            f"{name}, {scheme}": of(quality_table, name, scheme)
+            f"{name}, written": from_results(long_answers.pace_table, name)
+            for name in ("held-answers", "held-answers-bundled")
+        },
+        **{name: from_results(heads_table, name) for name in HEADS},
+        **{f"{name}, by depth": from_results(heads_report.depth_table, name, "64+256", 50) for name in BY_LENGTH},
+        **{
+            f"{name}, {scheme}": from_results(quality_table, name, scheme)
             for name in ("cache-quality", "cache-quality-gemma3")
             for scheme in ("kivi", "per-token")
         },
-        **{f"gpu, {section}": partial(list, lines) for section, lines in gpu.items()},
+        **{f"gpu, {section}": lambda lines=lines: lines for section, lines in gpu.items()},
         "recurrent": lambda: recurrent_report.recall_table(results("recurrent")["results"]),
         "cpu-decode": lambda: cpu_decode.table(results("cpu-decode")["rows"], 16384, 1),
         "profiles": profiles_agree,

@@ -24,7 +24,7 @@ from paired import HEADS, Scores, outside_window, scores
 from kvsurgery.display.figure import new_figure, save_figure
 
 NAME = re.compile(r"(?P<heads>.+), (?P<share>\d+)% full, (?P<size>\d+\+\d+)")
-DRAW = re.compile(r"(, seed)? \d+$")  # of random heads, or the seed of a training
+DRAW = re.compile(r"(?<=^random) \d+|, seed \d+$")
 RANDOM = "random"
 ORIGINAL = "original"
 FULL, RECALLED = "full KV heads, %", "facts outside the window recalled"
@@ -32,7 +32,7 @@ FULL, RECALLED = "full KV heads, %", "facts outside the window recalled"
 
 @dataclass(frozen=True)
 class Row:
-    """One choice of heads at one share and window, or the original; random draws are one row, and seeds of a training.
+    """One choice of heads at one share and window, or the original. Draws share a row, as do seeds of one training.
 
     Attributes:
         heads, share: what was chosen, the per cent of full heads; None of the original.
@@ -56,14 +56,8 @@ def rows(report: Mapping[str, Any], size: str) -> list[Row]:
     """What results with one window come to, in their order, after the original."""
     results, prompts = report["results"], report["settings"]["prompts"]
     base, is_outside = results[ORIGINAL], outside_window(report, *_tokens(size))
-    grouped: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {(ORIGINAL, None): [base]}
-    for name, result in results.items():
-        match = NAME.fullmatch(name)
-        if match is None or match["size"] != size:
-            continue
-        grouped.setdefault((DRAW.sub("", match["heads"]), int(match["share"])), []).append(result)
     result_rows = []
-    for (heads, share), draws in grouped.items():
+    for (heads, share), draws in _draws(results, size).items():
         recalls = sorted(float(np.mean(draw["right"])) for draw in draws)
         result_rows.append(
             Row(heads, share, scores(draws, base, prompts, is_outside), tuple(recalls) if len(draws) > 1 else ())
@@ -91,18 +85,28 @@ def depth_table(report: Mapping[str, Any], size: str, share: int) -> list[str]:
     the texts, by choice of heads; of several draws or seeds the mean."""
     settings, results = report["settings"], report["results"]
     quarter = np.minimum(4 * np.array(report["places"]) // settings["length"], 3)
-    grouped: dict[str, list[np.ndarray]] = {ORIGINAL: [np.array(results[ORIGINAL]["right"])]}
-    for name, result in results.items():
-        match = NAME.fullmatch(name)
-        if match and match["size"] == size and int(match["share"]) == share:
-            grouped.setdefault(DRAW.sub("", match["heads"]), []).append(np.array(result["right"]))
     columns = [f"{name} quarter" for name in ("first", "second", "third", "last")]
     lines = [f"| {share}% full | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for name, draws in grouped.items():
-        recalled = np.mean(draws, axis=0)
-        cells = [f"{recalled[quarter == number].sum():.3g} of {(quarter == number).sum()}" for number in range(4)]
-        lines.append(f"| {' | '.join([name, *cells])} |")
+    for (heads, draws_share), draws in _draws(results, size).items():
+        if draws_share in (None, share):
+            recalled = np.mean([draw["right"] for draw in draws], axis=0)
+            cells = [f"{recalled[quarter == number].sum():.3g} of {(quarter == number).sum()}" for number in range(4)]
+            lines.append(f"| {' | '.join([heads, *cells])} |")
     return lines
+
+
+def _draws(results: Mapping[str, Any], size: str) -> dict[tuple[str, int | None], list[Mapping[str, Any]]]:
+    """Results with one window by choice and share, after the original's. A single seed keeps its number."""
+    names: dict[tuple[str, int | None], list[str]] = {}
+    for name in results:
+        match = NAME.fullmatch(name)
+        if match and match["size"] == size:
+            names.setdefault((DRAW.sub("", match["heads"]), int(match["share"])), []).append(name)
+    drawn: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {(ORIGINAL, None): [results[ORIGINAL]]}
+    for (heads, share), draws in names.items():
+        [own_heads, *others] = (name.rpartition(f", {share}% full")[0] for name in draws)
+        drawn[heads if others or heads == RANDOM else own_heads, share] = [results[name] for name in draws]
+    return drawn
 
 
 def _tokens(size: str) -> tuple[int, int]:
@@ -142,8 +146,8 @@ def plot_lengths(reports: Sequence[Mapping[str, Any]], size: str, path: Path) ->
 
 
 def _with_several_shares(all_rows: Sequence[Row]) -> list[Row]:
-    """The original, and choices that were measured at more than one share."""
-    shares = Counter(row.heads for row in all_rows)
+    """The original, and choices that were measured at more than one share, without a single seed."""
+    shares = Counter(row.heads for row in all_rows if not DRAW.search(row.heads))
     return [row for row in all_rows if row.heads == ORIGINAL or shares[row.heads] > 1]
 
 

@@ -28,7 +28,7 @@ from kvsurgery.display.pace import Pace, ProgressLines, whole_time
 from kvsurgery.display.progress import Progress
 
 USUAL = 80  # columns of a terminal
-MOST = 120  # columns of a file's lines, that an editor shows without scrolling
+FILE_WIDTH = 120  # columns of a table in a file
 WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
 
 # file names and results are printed as they are: nothing in them is markup
@@ -52,9 +52,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], lef
 
 
 def fits(content: Table) -> bool:
-    """Whether the lines of a table are shown whole: in the terminal, or in a file."""
-    room = max(stdout.width, USUAL) if stdout.is_terminal else MOST
-    return _width(content) <= room
+    """Whether a table is no wider than the terminal, or than usual ones, or in a file than `FILE_WIDTH`."""
+    return _width(content) <= (max(stdout.width, USUAL) if stdout.file.isatty() else FILE_WIDTH)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, *, compact: bool) -> Table:

@@ -186,7 +186,8 @@ def outcome(profile: HeadProfile, history: np.ndarray) -> list[str]:
     gates = profile.head_scores[profile.eligible]
     high_count = int((gates >= HIGH).sum())
     if high_count > gates.size / 2:
-        advice = "train longer, or raise `reg`" if _gates_still_fall(profile, history) else "raise `reg`"
+        still_fall = steps_done == steps and _gates_still_fall(profile, history)
+        advice = "train longer, or raise `reg`" if still_fall else "raise `reg`"
         lines.append(f"{high_count} of {gates.size} gates are {HIGH} or more: they have not separated; {advice}")
     ranked_count = int((gates > 0).sum())
     if ranked_count < max(SHARES) * gates.size:
@@ -198,13 +199,14 @@ def outcome(profile: HeadProfile, history: np.ndarray) -> list[str]:
 
 
 def _gates_still_fall(profile: HeadProfile, history: np.ndarray) -> bool:
-    """Whether the mean gate has moved noticeably over the second half of the steps."""
+    """Whether the mean gate fell over the second half of the steps, by `MOST_MOVED` of what the learning rate allows or
+    more. True of trainings that are too short to tell."""
     half = len(history) // 2
     mean_gates = history[half:, HISTORY.index("mean_gate")]
-    farthest = profile.provenance["lr"] * sum(
+    largest_fall = profile.provenance["lr"] * sum(
         rate(step, profile.provenance["steps"]) for step in range(half + 1, len(history))
     )
-    return mean_gates[0] - mean_gates[-1] >= MOST_MOVED * farthest
+    return mean_gates[0] - mean_gates[-1] >= MOST_MOVED * largest_fall
 
 
 def _has_settled(state: TrainingState, options: GateOptions, processes: Processes) -> bool:

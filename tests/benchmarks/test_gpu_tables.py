@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = json.loads((ROOT / "benchmarks" / "results" / "gpu-nvidia-h100-80gb-hbm3.json").read_text())

@@ -100,7 +100,11 @@ def written(model: PreTrainedModel, words: PreTrainedTokenizerFast, source: Path
 
 
 def test_a_run_goes_on_from_its_file(
-    words: PreTrainedTokenizerFast, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: PreTrainedTokenizerFast,
+    model: PreTrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source, text, results = tmp_path / "model", tmp_path / "text.txt", tmp_path / "found.json"
     shape = written(model, words, source, text)
@@ -125,6 +129,12 @@ def test_a_run_goes_on_from_its_file(
     again = json.loads(results.read_text())["results"]
     assert again["original"]["right"] == [1] * 8
     assert set(again) == set(names)
+    del again[names[1]]
+    results.write_text(json.dumps(found | {"results": again}))
+    sys.argv += ["--only", names[1]]
+    capsys.readouterr()
+    which_heads.main()
+    assert f"2 of 2: {names[1]}: " in capsys.readouterr().err
     sys.argv[sys.argv.index("--prompts") + 1] = "3"
     with pytest.raises(SystemExit, match="was measured with"):
         which_heads.main()
@@ -213,6 +223,10 @@ def test_seeds_of_a_training_are_one_row() -> None:
     assert (row.heads, row.scores.recall.mean, row.draws) == ("gates", 0.5, (0.25, 0.75))
     [*_, line] = heads_report.table(FOUND | {"results": results}, "4+20")
     assert line.startswith("| 50% | gates | 50% [0%, 100%] (25% to 75% in 2 seeds) | ")
+    del results["gates, 50% full, 4+20"]
+    results["top 5, 50% full, 4+20"] = results["top 10, 50% full, 4+20"] = result([1, 0, 1, 0], [3.1, 5.1])
+    [_, *alone] = heads_report.rows(FOUND | {"results": results}, "4+20")
+    assert [(row.heads, row.draws) for row in alone] == [("gates, seed 1", ()), ("top 5", ()), ("top 10", ())]
 
 
 def test_draws_widen_an_interval() -> None:
@@ -474,11 +488,11 @@ def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
 
     assert f"in place of 384 to 768, change {45 - shared('longer', 'minutes')} of the 45 heads." in said
     assert f"The gates of longer prompts share {shared('longer', 'er')} heads with ER, " in said
-    assert f"choose the same {shared('minutes', 'seed-1')} heads, of longer prompts " in said
+    assert f"trainings with two seeds choose the same {shared('minutes', 'seed-1')} heads." in said
+    assert f"On longer prompts they share {shared('longer', 'longer-seed-1')} of 45 after 127 steps" in said
     long_seeds = ("longer-400", "longer-400-seed-1", "longer-400-seed-2")
     [alike] = {shared(*pair) for pair in itertools.combinations(long_seeds, 2)}
-    pairs_said = f"of longer prompts {shared('longer', 'longer-seed-1')} of 45, and any two of the three with 400 steps"
-    assert f"{pairs_said} {alike}." in said
+    assert f"any two of three seeds share {alike} after 400." in said
     by_steps = [shared(*pair) for pair in itertools.product(("longer", "longer-seed-1"), long_seeds)]
     assert f"choose {min(by_steps)} to {max(by_steps)} of the 45 heads that those of 127 steps choose" in said
     assert {profiles[name].provenance["steps_done"] for name in long_seeds} == {400}

@@ -139,9 +139,10 @@ class TestTable:
 
     @pytest.mark.parametrize(("terminal", "room"), [(None, 120), (60, 80), (80, 80), (150, 150)])
     def test_what_fits(self, terminal, room, monkeypatch):
-        """In a file of long lines, or in a terminal, with a space on both sides; on narrow ones nothing has to."""
-        if terminal is not None:
-            monkeypatch.setattr(console, "stdout", Console(force_terminal=True, width=terminal))
+        """In a file, where colors are forced, or in a terminal; the table has a space on both sides."""
+        file = io.StringIO()
+        file.isatty = lambda: terminal is not None
+        monkeypatch.setattr(console, "stdout", Console(file=file, force_terminal=True, width=terminal or 50))
         fitting, wider = (console.table("Scores", ["name"], [["a" * cells]]) for cells in (room - 2, room - 1))
         assert (console.fits(fitting), console.fits(wider)) == (True, False)
 

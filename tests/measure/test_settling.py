@@ -83,12 +83,12 @@ class TestTrajectories:
         assert not settled(trajectory(start, np.where(start == 1, -0.002, 0)), LR)
 
 
-def outcome_of(mean_gates: list[float] | np.ndarray = (1.0,), **fields) -> list[str]:
-    """What a training says whose mean gate was this after each step."""
+def outcome_of(mean_gates: list[float] | np.ndarray = (1.0,), steps: int | None = None, **fields) -> list[str]:
+    """What a training says whose mean gate was this after each step, of as many or of `steps`."""
     history = np.zeros((len(mean_gates), len(HISTORY)))
     history[:, HISTORY.index("mean_gate")] = mean_gates
-    steps = {"steps": len(history), "steps_done": len(history), "lr": LR}
-    return outcome(profile(**fields, provenance=steps), history)
+    facts = {"steps": steps or len(history), "steps_done": len(history), "lr": LR}
+    return outcome(profile(**fields, provenance=facts), history)
 
 
 class TestOutcome:
@@ -108,6 +108,14 @@ class TestOutcome:
         assert outcome_of(mean_gates, scores=scores) == [
             f"4 of 6 gates are 0.8 or more: they have not separated; {advice}"
         ]
+
+    def test_gates_that_have_settled_without_separating(self):
+        """They fell earlier, and more steps would not help."""
+        scores = np.array([[0.8, 0.9], [1.0, 0.1], [0.8, 0.2]], np.float32)
+        mean_gates = np.linspace(1, 0.4, 100).clip(0.64)
+        settled_line, line = outcome_of(mean_gates, steps=400, scores=scores)
+        assert settled_line.startswith("gates settled after 100 of 400 steps")
+        assert line == "4 of 6 gates are 0.8 or more: they have not separated; raise `reg`"
 
     @pytest.mark.parametrize(("at_0", "told"), [(0, False), (25, False), (26, True), (57, True), (100, True)])
     def test_gates_that_have_collapsed(self, at_0, told):
