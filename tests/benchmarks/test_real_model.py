@@ -405,9 +405,10 @@ def test_other_shares_keep_what_the_docs_say() -> None:
     assert f"ER and attention lose {-100 * rows['er', 25].more.mean:.0f} points" in page()
     assert round(rows["er", 25].more.mean, 2) == round(rows["attention", 25].more.mean, 2)
     assert max(rows["er", 25].more.high, rows["attention", 25].more.high) < 0 < quarter.more.high
+    quarters = (*MEASURED, "gates of longer prompts, 400 steps, seed 1")
     least, highest = (
         [
-            f"{100 * edge(all_rows[length][heads, 25].scores.recall.mean for heads in MEASURED):.0f}%"
+            f"{100 * edge(all_rows[length][heads, 25].scores.recall.mean for heads in quarters):.0f}%"
             for length in (4096, 8000)
         ]
         for edge in (min, max)
@@ -438,6 +439,27 @@ def test_half_of_the_heads_lose_nothing_at_the_end_of_the_context_if_chosen_well
     assert {name for name in (*MEASURED, "gates of 20 minutes") if rows[name].more.high < 0} == {"gates"}
 
 
+def test_more_steps_and_other_seeds_change_nothing_that_shows() -> None:
+    longer, few = (
+        [rows_by_choice(length)[heads, 50] for length in (2048, 4096, 8000)]
+        for heads in ("gates of longer prompts, 400 steps", "gates of longer prompts")
+    )
+    assert {len(row.draws) for row in longer} == {3}
+
+    def recalled(row: heads_report.Row) -> str:
+        ends = (row.draws[0], row.draws[-1]) if row.draws else (row.scores.recall.mean,)
+        return " to ".join(dict.fromkeys(f"{share:.0%}" for share in ends))
+
+    short, middle, long = map(recalled, longer)
+    assert f"of 400 steps recall {short} of the facts at 2,048 tokens, {middle} at 4,096 and {long} at 8,000." in page()
+    short, middle, long = map(recalled, few)
+    assert f"Those of 127 steps recall {short}, {middle} and {long}." in page()
+    assert all(
+        row.scores.more.low <= other.scores.more.mean <= row.scores.more.high
+        for row, other in zip(longer, few, strict=True)
+    )
+
+
 def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
     rows = {heads: row.scores for (heads, share), row in rows_by_choice(4096).items() if share in (None, 50)}
     recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
@@ -454,8 +476,8 @@ def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
     ratios = {name: rows[name].ratio.mean for name in choices}
     assert (min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)) == ("er", "attention")
     assert (
-        f"In 4,096 tokens they recall {recall['gates']} of the facts, gates of longer prompts {longer}, the original "
-        f"{recall['original']} and random halves {recall['random']}."
+        f"In 4,096 tokens they recall {recall['gates']} of the facts, gates of longer prompts {longer} (two "
+        f"trainings), the original {recall['original']}, and random halves {recall['random']}."
     ) in page("README.md")
 
 
