@@ -15,6 +15,7 @@ import tasks as benchmark
 
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.tasks.passkey import PasskeyTask
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.evaluate.recall import MODEL, PASSKEYS, convert, write_language
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,13 @@ def test_differences_are_paired_by_sample() -> None:
 def test_every_share_is_of_a_hundred_questions_or_more(name: str) -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert all(len(scores) >= 100 for result in found["results"].values() for scores in result.values())
+
+
+def best_half(name: str) -> set[tuple[int, int]]:
+    """Layers and KV heads that a profile of SmolLM2 keeps full at a sparsity of 0.5."""
+    scores = HeadProfile.load(ROOT / "examples" / "smollm2" / f"{name}.safetensors").head_scores
+    best = np.argsort(-scores, axis=None, kind="stable")[: scores.size // 2]
+    return {(int(layer), int(head)) for layer, head in zip(*np.unravel_index(best, scores.shape), strict=True)}
 
 
 def test_the_page_says_what_half_of_the_heads_lose() -> None:
@@ -95,6 +103,13 @@ def test_the_page_says_what_half_of_the_heads_lose() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
     lost = f"the two gates lose {gates.mean:.0f} and {longer.mean:.0f} points"
     assert f"On RULER there, the original has {original[ruler]:.0%}, and {lost} " in readme
+
+    steps = (f"gates of longer prompts{steps}, 50% full, 64+256" for steps in ("", ", 400 steps"))
+    fewer = benchmark.difference(*reversed([long[name][ruler] for name in steps]))[1]
+    assert f"they lose {points(Interval(-100 * fewer.mean, -100 * fewer.high, -100 * fewer.low))} more." in page
+    kept = [best_half(name) for name in ("longer", "longer-400")]
+    [[before], [after]] = kept[0] - kept[1], kept[1] - kept[0]
+    assert f"keep head {after[1]} of layer {after[0]} in the place of head {before[1]} of layer {before[0]}." in page
 
     assert [round(1 / original[f"BABILong, {length}"]) for length in ("0k", "1k")] == [4, 6]
     cloze = [less(short, name.partition(",")[0], "cloze, 512 tokens") for name in short if name != "original"]
