@@ -460,6 +460,23 @@ def test_more_steps_and_other_seeds_change_nothing_that_shows() -> None:
     )
 
 
+def test_losses_of_single_heads_choose_a_quarter_badly() -> None:
+    report = results("which-heads-2048")
+    outside, prompts = heads_report.outside_window(report, 64, 256), report["settings"]["prompts"]
+
+    def less_than_others(share: int) -> list[Interval]:
+        """Facts outside of the window by other scores, less those by measured losses, in points."""
+        own, *others = (report["results"][f"{heads}, {share}% full, 64+256"] for heads in ("measured loss", *MEASURED))
+        differences = [paired.scores([other], own, prompts, outside).more for other in others]
+        return [Interval(100 * more.mean, 100 * more.low, 100 * more.high) for more in differences]
+
+    quarter = less_than_others(25)
+    least, most = (edge(less.mean for less in quarter) for edge in (min, max))
+    assert f"with a quarter they recall {least:.0f} to {most:.0f} points less, outside of the window, than" in page()
+    assert min(less.low for less in quarter) > 0
+    assert all(less.low < 0 < less.high for share in (75, 50) for less in less_than_others(share))
+
+
 def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
     rows = {heads: row.scores for (heads, share), row in rows_by_choice(4096).items() if share in (None, 50)}
     recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
