@@ -83,6 +83,8 @@ def _explain(error: BaseException, repo_id: str, revision: str | None, name: str
         return (
             f"{constants.ENDPOINT} forbids this with {repo_id} ({reason}): log in with another token, `hf auth login`"
         )
+    if status in (409, 412):
+        return f"{repo_id} was changed by someone else meanwhile ({reason}): run the same command again"
     if status is not None and (status == 429 or status >= 500):
         return f"{constants.ENDPOINT} answers {status} for {repo_id}: wait a little and run the same command again"
     if constants.HF_HUB_OFFLINE or raised(OfflineModeIsEnabled):
