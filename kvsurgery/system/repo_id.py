@@ -42,6 +42,19 @@ def checkpoint_folder(source: str | Path) -> Path | None:
     return None
 
 
+def snapshot_repository(folder: str | Path) -> tuple[str, str] | None:
+    """The Hub id and the commit of a snapshot in the Hub's cache, `models--owner--name/snapshots/COMMIT`; None for any
+    other folder."""
+    path = Path(os.path.abspath(folder))
+    for snapshot in (path, path.resolve()):
+        name = snapshot.parent.parent.name
+        repo_id = name.removeprefix("models--").replace("--", "/", 1)
+        is_commit = re.fullmatch("[0-9a-f]{40}", snapshot.name) is not None
+        if is_commit and snapshot.parent.name == "snapshots" and name.startswith("models--") and is_repo_name(repo_id):
+            return repo_id, snapshot.name
+    return None
+
+
 def is_address(source: str) -> bool:
     """Whether a source is an address of a file, and not a path."""
     return re.match(r"(hf|https?)://", source) is not None

@@ -58,6 +58,16 @@ def test_gates(folder):
     done("convert", folder, "--profile", "p.safetensors", "--out", "out")
 
 
+def test_what_was_measured_is_named_without_a_path_and_found_again(folder, tmp_path):
+    measure = ["--samples", 1, *PROMPTS]
+    done("profile", "compute", folder, "--method", "attention", *measure, "-o", "p.safetensors")
+    assert HeadProfile.load("p.safetensors").base_model == folder.name
+    assert str(folder.parent).encode() not in Path("p.safetensors").read_bytes()
+    done("convert", "--profile", "p.safetensors", "--sparsity", 0.5, "--out", "implied")
+    done("convert", folder, "--profile", "p.safetensors", "--sparsity", 0.5, "--out", "named")
+    assert tree(tmp_path / "implied") == tree(tmp_path / "named")
+
+
 def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     """A step that is said to take a tenth of a second for each thousand tokens."""
     monkeypatch.setattr(pace, "step_seconds", lambda *arguments: lambda tokens: tokens / 10_000)

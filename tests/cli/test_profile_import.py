@@ -50,6 +50,12 @@ class TestImport:
         run("import", "duo", "gates", "--model", "llama", "-o", "other")
         assert Path("one").read_bytes() == Path("other").read_bytes()
 
+    @pytest.mark.parametrize("source", ["llama", "./llama/", "{here}/llama", "{here}/llama/config.json"])
+    def test_the_model_is_named_without_its_path(self, here, source):
+        run("import", "duo", "gates", "--model", source.format(here=here), "-o", "p.safetensors")
+        assert HeadProfile.load("p.safetensors").base_model == "llama"
+        assert str(here).encode() not in Path("p.safetensors").read_bytes()
+
     def test_another_name_for_the_model(self, here):
         options = ("--model", "llama", "--base-model", "meta-llama/Tiny", "--revision", "abc", "-o", "p.safetensors")
         run("import", "duo", "gates", *options)

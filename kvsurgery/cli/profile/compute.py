@@ -92,6 +92,7 @@ def compute(
     """
     configured_method = _configured_method(ctx, method, seed)
 
+    from kvsurgery.cli.profile.saving import remember
     from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
     from kvsurgery.measure.mesh import Mesh
@@ -123,6 +124,7 @@ def compute(
             raise Interrupted(in_flags(hint)) from None
         if processes.rank == 0:
             measurement.result.save(out)  # before anything is imported that may have been upgraded meanwhile
+            remember(measurement.result, source)
             if isinstance(configured_method, SampledMethod) and configured_method.kept:
                 configured_method.kept.unlink(missing_ok=True)
             _show(measurement, out)

@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 out_option = click.option("-o", "--out", required=True, type=LocalPath(), help="The profile to write, a new file.")
 
 
+def remember(scores: HeadProfile | CacheLosses, source: str) -> None:
+    """Note for this machine where the model is that was measured, so that `convert` needs no SRC."""
+    from kvsurgery.checkpoint.provenance import PROVENANCE
+    from kvsurgery.profile.profiled_model import local_folder
+
+    folder = local_folder(source)
+    # the original of a converted checkpoint is elsewhere
+    if folder is not None and not (folder / PROVENANCE).exists():
+        scores.origin.remember(folder)
+
+
 def show_saved(profile: HeadProfile, out: Path) -> None:
     """Describe a profile that was written, and say what to do with it."""
     from kvsurgery.display import console
