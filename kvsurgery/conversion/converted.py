@@ -11,7 +11,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.fingerprint import SAMPLED_BYTES, fingerprint
 from kvsurgery.checkpoint.headers import Read, Shard, Tensor, changed_headers
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
-from kvsurgery.checkpoint.source import CONFIG, Checkpoint, read_weights
+from kvsurgery.checkpoint.source import CONFIG, Checkpoint, read_config, read_weights
 from kvsurgery.conversion.plan import Move, plan_moves
 from kvsurgery.errors import CheckpointError, KVSurgeryError, Mismatch
 
@@ -72,12 +72,15 @@ def open_converted(folder: Path) -> Converted:
     return Converted(folder, provenance, shards, moves)
 
 
-def original_fingerprint(folder: Path) -> str:
-    """The `fingerprint` of a checkpoint, or of the one that it was converted from.
+def original_fingerprint(folder: Path) -> str | None:
+    """The `fingerprint` of a checkpoint, or of the one that it was converted from; None where that cannot be told.
 
     Raises:
-        KVSurgeryError: it is no checkpoint, or its provenance is damaged.
+        KVSurgeryError: it is no checkpoint.
     """
-    if (folder / PROVENANCE).exists():
+    if "kv_surgery" not in read_config(folder):
+        return fingerprint(read_weights(folder)[0])
+    try:
         return open_converted(folder).original_fingerprint
-    return fingerprint(read_weights(folder)[0])
+    except KVSurgeryError:  # it was saved again, or changed
+        return None
