@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import unquote
 
 from kvsurgery.errors import CheckpointError, HubError
 
 HOSTS = ("huggingface.co", "hf.co")
+GGUF = "GGUF file for llama.cpp; give the model in safetensors that it was made from, its folder or Hub id"
 NAME = r"\w[\w.-]*"
 
 
@@ -35,11 +38,24 @@ def checkpoint_folder(source: str | Path) -> Path | None:
     folder = Path(source)
     if folder.is_dir():
         return folder
+    if folder.suffix.lower() == ".gguf" and folder.exists():
+        raise CheckpointError(f"{source} is a {GGUF}")
     if folder.exists():
-        raise CheckpointError(f"{source} is a file; give the folder of the checkpoint")
+        raise CheckpointError(f"{source} is a file; give the folder of the checkpoint, {folder.parent}")
     if not is_repo_name(str(source)):
-        raise CheckpointError(f"{source} is neither a folder nor a Hub id")
+        raise CheckpointError(f"{source} is neither a folder nor a Hub id{did_you_mean(source)}")
     return None
+
+
+def did_you_mean(folder: str | Path) -> str:
+    """The end of an error about a folder that is not there: the one beside it whose name is most like it, if any."""
+    path = Path(folder)
+    try:
+        names = {entry.name.lower(): entry.name for entry in os.scandir(path.parent) if entry.is_dir()}
+    except (OSError, ValueError):
+        return ""
+    similar_names = get_close_matches(path.name.lower(), names, n=1, cutoff=0.7)
+    return f"; did you mean {shlex.quote(str(path.with_name(names[similar_names[0]])))}?" if similar_names else ""
 
 
 def snapshot_repository(folder: str | Path) -> tuple[str, str] | None:

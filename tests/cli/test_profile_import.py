@@ -29,7 +29,7 @@ class TestImport:
         assert (made.method, made.granularity, made.base_model, made.base_revision) == ("duo", "kv", "llama", None)
         assert (made.sink, made.recent, made.model.head_dim) == (8, 16, 8)
         assert "2 of 4 at the maximum" in output
-        assert "kvsurgery convert --profile p.safetensors --out DIR" in output
+        assert "Next: kvsurgery convert llama --profile p.safetensors --out llama-duo" in output
 
     def test_headkv(self, here):
         run("import", "headkv", "R.json", "--model", "llama", "-o", "p.safetensors", "--method", "headkv-r2")
@@ -65,7 +65,7 @@ class TestImport:
     def test_the_model_itself_is_not_overwritten(self, here):
         before = Path("llama/config.json").read_bytes()
         line = refusal("import", "duo", "gates", "--model", "llama", "-o", "llama/config.json")
-        assert line == "llama/config.json exists; choose another file, or remove it"
+        assert line == "llama/config.json exists; choose another file"
         assert Path("llama/config.json").read_bytes() == before
 
     @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
         click.echo(json.dumps(result.to_json()))
         return
     out = console.stdout
-    for label, profile in zip("AB", profiles, strict=True):
-        out.print(f"{label}: {summary.describe(profile)}")
+    for label, name, profile in zip("AB", (a, b), profiles, strict=True):
+        out.print(f"{label}: {name}, of {summary.describe(profile)}")
     out.print(heatmap.draw_comparison(result, out.width, console.colored()))
     out.print(f"\n{summary.describe_comparison(result)}")
     reduction = f", query heads reduced by {group_reduce}" if result.group_reduce else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsurgery.cli.options import SuggestingGroup
 from kvsurgery.cli.profile.saving import out_option
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from kvsurgery.profile.profiled_model import ProfiledModel
 
 
-@click.group("import")
+@click.group("import", cls=SuggestingGroup)
 def import_group() -> None:
     """Turn head scores published by others into a head profile.
 
@@ -88,7 +89,7 @@ def _save(
         profile = replace(profile, provenance={**profile.provenance, "hub": origins})
     profile.save(options["out"])
     remember(profile, options["source"])
-    show_saved(profile, options["out"])
+    show_saved(profile, options["out"], options["source"], options["revision"])
 
 
 @import_group.command()
