@@ -45,10 +45,13 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, delete_othe
     from kvsurgery.checkpoint.source import weight_bytes
     from kvsurgery.conversion.verify import verify
     from kvsurgery.display import console
+    from kvsurgery.errors import CheckpointError
 
     if not is_repo_name(repo_id):
         raise click.UsageError(f"{repo_id!r} is not a repository name; the Hub's names look like owner/name")
     Provenance.read(folder)
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(f"{folder} has an adapter, which would be loaded with it; move the adapter elsewhere")
     report_files = {}
     if report is not None:
         from kvsurgery.report import card_files

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsurgery.checkpoint.fingerprint import fingerprint
-from kvsurgery.checkpoint.source import CONFIG, INDEX, SINGLE, read_weights
+from kvsurgery.checkpoint.source import CONFIG, read_weights
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.system.files import write_whole
 from kvsurgery.system.repo_id import snapshot_repository
@@ -34,13 +34,10 @@ class ModelOrigin:
 
     @classmethod
     def of_folder(cls, folder: Path) -> ModelOrigin:
-        """The model in a folder; one in the Hub's cache is called as on the Hub.
-
-        Raises:
-            CheckpointError, UnsupportedModel: its weights are malformed.
-        """
-        has_weights = any((folder / name).exists() for name in (SINGLE, INDEX))
-        weights = fingerprint(read_weights(folder)[0]) if has_weights else None
+        """The model in a folder; one in the Hub's cache is called as on the Hub."""
+        weights = None
+        with suppress(KVSurgeryError):  # a config alone, or a part of a download, says enough
+            weights = fingerprint(read_weights(folder)[0])
         repository = snapshot_repository(folder)
         if repository is not None:
             return cls(*repository, weights)

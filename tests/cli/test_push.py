@@ -264,6 +264,13 @@ def test_only_a_sound_converted_checkpoint_is_pushed(hub, converted, tmp_path):
     assert hub.repos == {}
 
 
+def test_an_adapter_in_the_folder_is_not_uploaded(hub, converted, tmp_path):
+    folder = Path(shutil.copytree(converted, tmp_path / "duo"))
+    (folder / "adapter_config.json").write_text("{}")
+    assert "adapter" in the_line(hub.run(tmp_path, "push", folder, "surgeon/duo"))
+    assert hub.requests == []
+
+
 class TestReport:
     def test_the_card_shows_what_lies_beside_it(self, hub, converted, report, tmp_path):
         before = contents(converted)

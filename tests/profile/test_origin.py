@@ -70,6 +70,11 @@ class TestName:
         named = ModelOrigin.of_folder(Path(path.format(model=model)))
         assert (named.name, named.revision, named.fingerprint) == ("llama", None, of(model))
 
+    def test_a_part_of_a_download_has_no_fingerprint(self, here):
+        folder = Path(llama_checkpoint(here / "part", shards=2))
+        next(folder.glob("*.safetensors")).unlink()
+        assert ModelOrigin.of_folder(folder) == ModelOrigin("part")
+
     def test_the_working_directory(self, model, monkeypatch):
         monkeypatch.chdir(model)
         assert ModelOrigin.of_folder(Path()).name == "llama"
