@@ -197,10 +197,10 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
     finish_time = (out / PROVENANCE).stat().st_mtime_ns
     for shard in checkpoint.shards:
         if shard.changed_after(finish_time):
-            command = ["kvsurgery", "verify", str(out), "--source", str(checkpoint.folder)]
+            folder, source = shlex.quote(str(out)), shlex.quote(str(checkpoint.folder))
             raise OutputError(
                 f"{shard.path} is newer than its conversion in {out}; see whether it still is the same with "
-                f"`{shlex.join(command)}`, or choose another folder"
+                f"`kvsurgery verify {folder} --source {source}`, or choose another folder"
             )
         if not (out / shard.name).is_file() or (out / shard.name).stat().st_size != shard.size:
             raise OutputError(

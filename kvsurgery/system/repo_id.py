@@ -48,14 +48,21 @@ def checkpoint_folder(source: str | Path) -> Path | None:
 
 
 def did_you_mean(folder: str | Path) -> str:
-    """The end of an error about a folder that is not there: the one beside it whose name is most like it, if any."""
+    """The end of an error about a folder that is not there: the one with the most similar path, if any."""
     path = Path(folder)
-    try:
-        names = {entry.name.lower(): entry.name for entry in os.scandir(path.parent) if entry.is_dir()}
-    except (OSError, ValueError):
-        return ""
-    similar_names = get_close_matches(path.name.lower(), names, n=1, cutoff=0.7)
-    return f"; did you mean {shlex.quote(str(path.with_name(names[similar_names[0]])))}?" if similar_names else ""
+    similar_path = Path(path.anchor)
+    for part in path.parts[bool(path.anchor) :]:
+        if not (similar_path / part).is_dir():
+            try:
+                names = {entry.name.lower(): entry.name for entry in os.scandir(similar_path) if entry.is_dir()}
+            except OSError:
+                return ""
+            similar_names = get_close_matches(part.lower(), names, n=1, cutoff=0.7)
+            if not similar_names:
+                return ""
+            part = names[similar_names[0]]
+        similar_path /= part
+    return f"; did you mean {shlex.quote(str(similar_path))}?"
 
 
 def snapshot_repository(folder: str | Path) -> tuple[str, str] | None:
