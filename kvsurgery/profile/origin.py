@@ -8,8 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsurgery.checkpoint.fingerprint import fingerprint
-from kvsurgery.checkpoint.source import CONFIG, read_weights
+from blake3 import blake3
+
+from kvsurgery.checkpoint.fingerprint import DIGITS, fingerprint
+from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.system.files import write_whole
 from kvsurgery.system.repo_id import snapshot_repository
@@ -25,7 +27,7 @@ class ModelOrigin:
     Attributes:
         name: Hub id, or the name of a folder.
         revision: commit on the Hub, where known.
-        fingerprint: of the weights, where they were at hand.
+        fingerprint: of the weights in a folder, or of its config where they were not at hand; None of a Hub id.
     """
 
     name: str
@@ -35,14 +37,9 @@ class ModelOrigin:
     @classmethod
     def of_folder(cls, folder: Path) -> ModelOrigin:
         """The model in a folder; one in the Hub's cache is called as on the Hub."""
-        weights = None
-        with suppress(KVSurgeryError):  # a config alone, or a part of a download, says enough
-            weights = fingerprint(read_weights(folder)[0])
-        repository = snapshot_repository(folder)
-        if repository is not None:
-            return cls(*repository, weights)
         # a root folder has no name
-        return cls(Path(os.path.abspath(folder)).name or "model", None, weights)
+        name, revision = snapshot_repository(folder) or (Path(os.path.abspath(folder)).name or "model", None)
+        return cls(name, revision, _fingerprint(folder))
 
     def place(self, beside: Iterable[Path]) -> tuple[str, str | None]:
         """Where the model is: a folder of this machine; or a Hub id, and its commit where known.
@@ -83,9 +80,20 @@ class ModelOrigin:
 
     def _is_in(self, folder: Path) -> bool:
         try:
-            return (folder / CONFIG).is_file() and fingerprint(read_weights(folder)[0]) == self.fingerprint
+            # where no head was moved, a converted checkpoint has the same weights
+            return "kv_surgery" not in read_config(folder) and _fingerprint(folder) == self.fingerprint
         except (OSError, ValueError, KVSurgeryError):
             return False
+
+
+def _fingerprint(folder: Path) -> str | None:
+    """Of the weights in a folder; of a config alone, or of a part of a download, that of the config."""
+    try:
+        return fingerprint(read_weights(folder)[0])
+    except KVSurgeryError:
+        with suppress(OSError):
+            return blake3((folder / CONFIG).read_bytes()).hexdigest()[:DIGITS]
+    return None
 
 
 def _checkpoints_in(folder: Path) -> Iterator[Path]:

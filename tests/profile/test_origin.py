@@ -70,10 +70,14 @@ class TestName:
         named = ModelOrigin.of_folder(Path(path.format(model=model)))
         assert (named.name, named.revision, named.fingerprint) == ("llama", None, of(model))
 
-    def test_a_part_of_a_download_has_no_fingerprint(self, here):
+    def test_a_part_of_a_download_is_known_by_its_config(self, here):
         folder = Path(llama_checkpoint(here / "part", shards=2))
         next(folder.glob("*.safetensors")).unlink()
-        assert ModelOrigin.of_folder(folder) == ModelOrigin("part")
+        named = ModelOrigin.of_folder(folder)
+        assert named.place([here / "profile.safetensors"]) == (str(folder), None)
+        shutil.rmtree(folder)
+        with pytest.raises(CheckpointError, match="called part"):
+            named.place([here / "profile.safetensors"])
 
     def test_the_working_directory(self, model, monkeypatch):
         monkeypatch.chdir(model)
@@ -117,6 +121,14 @@ class TestPlace:
         save_file({name: np.zeros_like(tensor) for name, tensor in load_file(path).items()}, path, {"format": "pt"})
         with pytest.raises(CheckpointError, match=r"a folder called llama, .* as SRC"):
             named.place([here / "models" / "profile.safetensors"])
+
+    def test_a_conversion_that_moved_no_head_is_not_the_original(self, here, all_full):
+        converted = all_full("llama")
+        shutil.copytree(converted.folder, here / "work" / "converted")
+        named = ModelOrigin.of_folder(converted.source)
+        assert of(here / "work" / "converted") == named.fingerprint
+        with pytest.raises(CheckpointError, match="not found again"):
+            named.place([])
 
     def test_a_folders_name_is_no_hub_id(self, model):
         named = ModelOrigin.of_folder(model)
