@@ -21,6 +21,7 @@ def convert(
     recipe: Recipe = Recipe(),
     *,
     revision: str | None = None,
+    overwrite: bool = False,
     jobs: int = JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> ConvertReport:
@@ -33,6 +34,7 @@ def convert(
             any, every head keeps every token, and the recipe's `kv_bits` quantizes the cache.
         recipe: everything else that decides the conversion.
         revision: branch, tag or commit of a Hub id.
+        overwrite: replace another conversion in this folder; files of anyone else are never removed.
         jobs: threads.
         progress: called with weight bytes done, from any thread.
 
@@ -47,4 +49,6 @@ def convert(
         profile = load_scores(profile)
     request = Request.of(source, revision, recipe, [] if profile is None else [profile])
     prepared = request.prepare(Path(out))
-    return write(prepared.checkpoint, prepared.plan, out, prepared.files, jobs=jobs, progress=progress)
+    return write(
+        prepared.checkpoint, prepared.plan, out, prepared.files, overwrite=overwrite, jobs=jobs, progress=progress
+    )

@@ -333,7 +333,7 @@ class Recipe:
             RecipeError: the file cannot be read, or is not a recipe.
         """
         try:
-            recipe = cls.from_toml(Path(path).read_text(encoding="utf-8"))
+            recipe = cls.from_toml(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise RecipeError(f"cannot read {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:

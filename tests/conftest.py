@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from kvsurgery.profile import origin
 from tests.helpers.families import make
 from tests.helpers.surgery import Converted, convert_folder
 
@@ -25,6 +26,15 @@ def _own_module_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)
         patch.syspath_prepend(modules)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_notes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where models are is noted in a folder of this run."""
+    notes = tmp_path_factory.mktemp("notes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(origin, "notes_folder", lambda: notes)
         yield
 
 

@@ -13,6 +13,7 @@ from kvsurgery.bench.measure import measure
 from kvsurgery.bench.results import Bench
 from kvsurgery.bench.timing import read_bandwidth
 from kvsurgery.bench.workload import Workload
+from kvsurgery.conversion.converted import original_fingerprint
 from kvsurgery.conversion.inspection import Facts, Surgery, inspect_checkpoint
 from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import CheckpointError, KVSurgeryError
@@ -87,6 +88,7 @@ def benchmark(
         contenders=tuple(contender.name for contender in measured_contenders),
         left_out=left_out,
         rows=rows,
+        original=original_fingerprint(folder),
     )
 
 

@@ -85,6 +85,7 @@ class Bench:
         contenders: names, the converted model's first and the original's second.
         left_out: contenders that do not run here, and why.
         rows: by batch, then length, then contender, skipped ones too.
+        original: fingerprint of the weights that were converted, where it can be told.
     """
 
     models: Mapping[str, str]
@@ -97,6 +98,7 @@ class Bench:
     contenders: tuple[str, ...]
     left_out: Mapping[str, str]
     rows: tuple[Row, ...]
+    original: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The same in plain JSON values."""

@@ -11,7 +11,8 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from blake3 import blake3
@@ -90,6 +91,34 @@ class Journal:
         os.close(self._descriptor)
 
 
+@contextmanager
+def no_other_process(folder: Path) -> Generator[None]:
+    """Inside, no other process continues the unfinished run in a folder, if there is one.
+
+    Raises:
+        OutputError: another process does.
+    """
+    try:
+        descriptor = os.open(folder / JOURNAL, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        _lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def recorded_fingerprint(folder: Path) -> dict[str, str] | None:
+    """What decides the output of the unfinished run in a folder; None without one, or where its journal is damaged."""
+    try:
+        with open(folder / JOURNAL, "rb") as file:
+            return _parse(file.readline()).get("fingerprint")
+    except OSError:
+        return None
+
+
 def _entry(shard: object, tensors: object) -> dict[str, object]:
     """What a line holds, with its checksum."""
     entry = {"shard": shard, "tensors": tensors}
@@ -126,10 +155,10 @@ def _parse(line: bytes) -> dict:
 def _compare(folder: Path, first_line: dict, fingerprint: Mapping[str, str]) -> None:
     old_fingerprint = first_line.get("fingerprint")
     if not isinstance(old_fingerprint, dict):
-        raise OutputError(f"{folder / JOURNAL} is damaged; remove {folder} and start again")
+        raise OutputError(f"{folder / JOURNAL} is damaged; `overwrite` {folder}, or choose another folder")
     changed_parts = [part for part, value in fingerprint.items() if old_fingerprint.get(part) != value]
     if changed_parts:
         raise OutputError(
             f"{folder} holds an unfinished run with another {' and '.join(changed_parts)}; "
-            "repeat that command, or remove the folder"
+            "repeat that command, `overwrite` it, or choose another folder"
         )

@@ -20,6 +20,7 @@ from blake3 import blake3
 from kvsurgery.checkpoint.headers import reading
 from kvsurgery.checkpoint.journal import JOURNAL, PART, check_finished
 from kvsurgery.errors import CheckpointError
+from kvsurgery.system.repo_id import did_you_mean
 
 PROVENANCE = "kvsurgery.json"
 FORMAT = "kvsurgery.provenance"
@@ -81,7 +82,7 @@ class Provenance:
         """
         path = folder / PROVENANCE
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder")
+            raise CheckpointError(f"{folder} is not a folder{did_you_mean(folder)}")
         if not path.exists():
             check_finished(folder)
             raise CheckpointError(

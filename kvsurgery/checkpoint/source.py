@@ -13,6 +13,7 @@ from typing import Any
 from kvsurgery.checkpoint.headers import Shard, Tensor, check_regular, read_shard, reading
 from kvsurgery.checkpoint.journal import check_finished
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.system.repo_id import GGUF, did_you_mean
 from kvsurgery.templates.kv_layout import text_config
 
 CONFIG = "config.json"
@@ -94,10 +95,31 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder; give a checkpoint folder, and download a model on the Hub first"
+            f"{did_you_mean(folder)}"
         )
     if not (folder / CONFIG).exists():
         check_finished(folder)
+        _check_another_kind(folder)
     return _json_object(folder / CONFIG)[0]
+
+
+def _check_another_kind(folder: Path) -> None:
+    """Say what a folder without config.json holds, where that can be told.
+
+    Raises:
+        UnsupportedModel: weights of another format, or an adapter.
+        CheckpointError: the checkpoint is in a folder inside of it.
+    """
+    if gguf_files := sorted(folder.glob("*.gguf")):
+        raise UnsupportedModel(f"{folder} has a {GGUF} ({gguf_files[0].name})")
+    if (folder / "adapter_config.json").exists():
+        raise UnsupportedModel(f"{folder} is an adapter; merge it into its model first (merge_and_unload)")
+    inner_folders = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    if inner_folders:
+        raise CheckpointError(
+            f"{folder} has no {CONFIG}, but folders inside of it have one; give one of them, such as "
+            f"{shlex.quote(str(inner_folders[0]))}"
+        )
 
 
 def read_weights(folder: Path) -> tuple[tuple[Shard, ...], bytes | None]:
@@ -191,6 +213,8 @@ def _json_object(path: Path) -> tuple[dict[str, Any], bytes]:
 
 def _no_weights(folder: Path) -> Exception:
     pickles = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
+    if not pickles and (gguf_files := sorted(folder.glob("*.gguf"))):
+        return UnsupportedModel(f"{folder} has a {GGUF} ({gguf_files[0].name})")
     if not pickles:
         return CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
     source, target = json.dumps(str(folder)), json.dumps(f"{folder}-safetensors")

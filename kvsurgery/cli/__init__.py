@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from kvsurgery.cli.options import SuggestingGroup
 from kvsurgery.errors import Interrupted, KVSurgeryError, RecipeError
 from kvsurgery.version import __version__
 
@@ -29,7 +30,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(SuggestingGroup):
     """A group that imports a command's module only when that command runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -40,6 +41,11 @@ class LazyGroup(click.Group):
             return None
         module = COMMANDS[cmd_name][0]
         return getattr(importlib.import_module(f"kvsurgery.cli.{module}"), module)
+
+    def candidates(self, ctx: click.Context) -> dict[str, str]:
+        from kvsurgery.cli.profile import profile
+
+        return {name: f"profile {name}" for name in profile.commands} | super().candidates(ctx)
 
     def invoke(self, ctx: click.Context) -> object:
         try:

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="[SRC]", required=False)
 @in_group(HEADS, profile_option)
 @click.option("--out", type=LocalPath(), help="Output folder; must be empty or hold an unfinished run.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace another conversion in --out; a folder with files that kvsurgery did not write is refused.",
+)
 @revision_option
 @recipe_options
 @in_group(
@@ -77,6 +82,7 @@ if TYPE_CHECKING:
 def convert(
     source: str | None,
     out: Path | None,
+    overwrite: bool,
     revision: str | None,
     save_recipe: Path | None,
     stream: bool,
@@ -114,6 +120,7 @@ def convert(
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of
     from kvsurgery.conversion.output import check_no_other, check_outside
+    from kvsurgery.conversion.replacing import removable_names
     from kvsurgery.display import console
     from kvsurgery.emit.card import UNCHECKED
     from kvsurgery.emit.config import auto_class
@@ -130,6 +137,8 @@ def convert(
         check_text(kv_check)
     if out is not None:
         check_folder(out)
+        if overwrite:
+            removable_names(out)
     elif not dry_run:
         raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
     request = request_of(source, revision, recipe)
@@ -149,19 +158,19 @@ def convert(
             click.echo(json.dumps(facts, indent=2))
         else:
             plan.print_plan(facts)
-            change = "with --out DIR in place of" if out is None else "without"
-            console.stderr.print(f"Next: give the same command {change} --dry-run")
+            out_words = ["--out", f"{Path(prepared.checkpoint.name).name}-converted"] if out is None else []
+            console.stderr.print(f"Next: {typed_command(without='--dry-run', more=out_words)}")
         write_recipe(prepared.policy.recipe, save_recipe)
         return
 
     if stream:
         with request.streamed() as (prepared, remote):
             _note(options, prepared)
-            result = _convert(prepared, out, jobs, kv_check, remote)
+            result = _convert(prepared, out, jobs, kv_check, overwrite, remote)
     else:
         prepared = request.prepare(out)
         _note(options, prepared)
-        result = _convert(prepared, out, jobs, kv_check)
+        result = _convert(prepared, out, jobs, kv_check, overwrite)
     facts = plan.plan_facts(prepared, request.profile or request.reform)
     if as_json:
         click.echo(json.dumps({**facts, **result}, indent=2))
@@ -181,8 +190,8 @@ def convert(
 
 
 def _note(options: dict[str, Any], prepared: PreparedConversion) -> None:
-    """Print what a fit does not take into account, and, without a fit, the options that make no difference."""
-    from kvsurgery.cli.source import warn_about_memory
+    """Print what a fit does not take into account, the options that make no difference, and what vLLM does not do."""
+    from kvsurgery.cli.source import warn_about_memory, warn_about_serving
     from kvsurgery.display import console
 
     warn_about_memory(prepared)
@@ -191,10 +200,16 @@ def _note(options: dict[str, Any], prepared: PreparedConversion) -> None:
     unused_flags = [flag(name) for name in names if options[name] is not None and name not in used_fields]
     if unused_flags and prepared.fit is None:
         console.stderr.print(f"no head of this conversion uses {', '.join(unused_flags)}")
+    warn_about_serving(prepared)
 
 
 def _convert(
-    prepared: PreparedConversion, out: Path, jobs: int | None, kv_check: str | None, remote: Streamed | None = None
+    prepared: PreparedConversion,
+    out: Path,
+    jobs: int | None,
+    kv_check: str | None,
+    overwrite: bool,
+    remote: Streamed | None = None,
 ) -> dict[str, Any]:
     """Convert, check the cache if a text is given, and say what was done."""
     from kvsurgery.conversion.convert import convert
@@ -208,7 +223,15 @@ def _convert(
         jobs = JOBS if remote is None else remote.connections
     try:
         with console.byte_progress("converting", prepared.checkpoint.size) as advance:
-            report = convert(prepared.checkpoint, prepared.plan, out, prepared.files, jobs=jobs, progress=advance)
+            report = convert(
+                prepared.checkpoint,
+                prepared.plan,
+                out,
+                prepared.files,
+                overwrite=overwrite,
+                jobs=jobs,
+                progress=advance,
+            )
     except KeyboardInterrupt:
         raise Interrupted(f"continue with: {typed_command()}") from None
     return {

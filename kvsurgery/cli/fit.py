@@ -101,7 +101,7 @@ def fit(
     kvsurgery fit ./llama3-70b --profile duo.safetensors --memory 80GB --context 128K --batch 4 --tp 8
     """
     from kvsurgery.cli import plan
-    from kvsurgery.cli.source import request_of, warn_about_memory
+    from kvsurgery.cli.source import request_of, warn_about_memory, warn_about_serving
     from kvsurgery.display import console
     from kvsurgery.display.figure import check_picture
 
@@ -114,6 +114,7 @@ def fit(
     request = request_of(source, revision, recipe_of(options, fit=Demand(memory, context, batch, new_tokens, chunk)))
     prepared = request.prepare()
     warn_about_memory(prepared)
+    warn_about_serving(prepared)
     name, recipe, fit_result = prepared.checkpoint.name, prepared.policy.recipe, prepared.fit
     assert fit_result is not None  # as the recipe has a demand
     if picture is not None:

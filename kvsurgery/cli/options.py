@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,30 @@ class Bits(click.Choice):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         choice = super().convert(str(value), param, ctx)
         return int(choice) if choice.isdigit() else choice
+
+
+class SuggestingGroup(click.Group):
+    """A group that knows which of its commands a mistyped name may mean."""
+
+    def candidates(self, ctx: click.Context) -> dict[str, str]:
+        """What can be meant, by the names that are typed."""
+        return {name: name for name in self.list_commands(ctx)}
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that was typed.
+
+        Raises:
+            UsageError: there is none; it names the most similar one.
+        """
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            candidates = self.candidates(ctx)
+            similar_names = get_close_matches(name, candidates, n=1)
+            hint = f" Did you mean `{ctx.command_path} {candidates[similar_names[0]]}`?" if similar_names else ""
+            ctx.fail(f"No such command {name!r}.{hint}")
+        return super().resolve_command(ctx, args)
 
 
 class Grouped(click.Command):

@@ -20,6 +20,7 @@ from kvsurgery.policy.fit import Fit
 from kvsurgery.policy.prices import Candidate
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import AUTO
+from kvsurgery.vllm.forecast import serving_limits
 
 
 def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dict[str, Any]:
@@ -66,6 +67,7 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
         "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
         "kv_dtype": loaded_dtype(config),
         "kv_bytes": kv_table(config),
+        "vllm_limits": list(serving_limits(config)),
     }
 
 

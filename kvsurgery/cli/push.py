@@ -16,14 +16,21 @@ from kvsurgery.system.repo_id import is_repo_name
 @click.option("--private", is_flag=True, help="Create a private repository; an existing public one is refused.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option(
+    "--delete-others",
+    is_flag=True,
+    help="Delete files of the repository that DIR does not have and that can change what it loads as, such as other "
+    "weights, adapters and code; without it, they are refused.",
+)
+@click.option(
     "--report",
     type=LocalPath(),
     help="Upload the page and figures that eval or bench wrote to this folder, and show them in the model card.",
 )
-def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Path | None) -> None:
+def push(folder: Path, repo_id: str, private: bool, create_pr: bool, delete_others: bool, report: Path | None) -> None:
     """Verify a converted checkpoint, upload it to the Hub and compare the Hub's checksums.
 
     The repository is created if needed. All files appear in a single commit, so nobody downloads an incomplete model.
+    Files that are in the repository already and can change what DIR loads as are refused, before anything is uploaded.
     After a failure, give the same command again: weights that the Hub already has are not sent again.
 
     With --report, the card on the Hub shows the report's figures and scores; DIR itself is not changed. The page lists
@@ -38,21 +45,32 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
     from kvsurgery.checkpoint.source import weight_bytes
     from kvsurgery.conversion.verify import verify
     from kvsurgery.display import console
+    from kvsurgery.errors import CheckpointError
 
     if not is_repo_name(repo_id):
         raise click.UsageError(f"{repo_id!r} is not a repository name; the Hub's names look like owner/name")
     Provenance.read(folder)
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(f"{folder} has an adapter, which would be loaded with it; move the adapter elsewhere")
     report_files = {}
     if report is not None:
         from kvsurgery.report import card_files
 
         report_files = card_files(folder, report)
-    # hashing takes minutes; a missing token should not wait for it
-    hub.check_login(repo_id)
+    # hashing takes minutes; a missing token, or what is on the Hub already, should not wait for it
+    pushed_names = [*hub.pushed_files(folder), *report_files]
+    hub.RemoteFolder.read(repo_id).check(pushed_names, private=private, delete_others=delete_others)
     with console.byte_progress("verifying", weight_bytes(folder)) as advance:
         verification = verify(folder, progress=advance)
     if verification.unrecorded:
         console.stderr.print(f"also uploading what the conversion did not write: {', '.join(verification.unrecorded)}")
-    url = hub.push(folder, repo_id, private=private, create_pr=create_pr, extra_files=report_files)
+    url = hub.push(
+        folder,
+        repo_id,
+        private=private,
+        create_pr=create_pr,
+        delete_others=delete_others,
+        extra_files=report_files,
+    )
     console.stderr.print("uploaded; the Hub's checksums are those of the local files")
     click.echo(url)

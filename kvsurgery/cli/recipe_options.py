@@ -309,7 +309,7 @@ def in_flags(message: str) -> str:
     names += [f"{name}_tasks" for name in ("babilong", "infinitebench", "loogle", "mm_niah", "ruler", "scbench")]
     names += [f"{name}_prompts" for name in ("infinitebench", "longbench", "loogle")]
     names += ["babilong_lengths", "longbench_datasets", "longbench_extended", "longbench_v2_prompt", "mt_bench_tokens"]
-    names += ["passkey_asked", "passkey_hidden", "passkey_tokens"]
+    names += ["passkey_asked", "passkey_hidden", "passkey_tokens", "delete_others", "overwrite"]
     flags = {name: flag(name) for name in names}
     flags |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked", "new": "--new-tokens"}
     flags |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}

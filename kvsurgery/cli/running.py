@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ def check_revision(source: str, revision: str | None) -> None:
         raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
 
 
-def typed_command() -> str:
-    """The command as it was typed, for results that name it."""
-    return shlex.join(["kvsurgery", *sys.argv[1:]])
+def typed_command(without: str | None = None, more: Sequence[str] = ()) -> str:
+    """The command as it was typed, for results and hints that name it; without an option, and with more words."""
+    return shlex.join(["kvsurgery", *(word for word in sys.argv[1:] if word != without), *more])
 
 
 def quiet_transformers() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.cli.running import check_revision
 from kvsurgery.recipe import Recipe
 from kvsurgery.system.repo_id import checkpoint_folder
@@ -36,6 +38,15 @@ def source_folder(source: str, converted: Path) -> Path:
     from kvsurgery.checkpoint.provenance import Provenance
 
     return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]
+
+
+def warn_about_serving(prepared: PreparedConversion) -> None:
+    """Print what vLLM does not do with the conversion."""
+    from kvsurgery.display import console
+    from kvsurgery.vllm.forecast import serving_limits
+
+    for line in serving_limits(json.loads(prepared.files["config.json"])):
+        console.stderr.print(in_flags(line))
 
 
 def warn_about_memory(prepared: PreparedConversion) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.engine import JOBS
 from kvsurgery.conversion.output import Output
 from kvsurgery.conversion.plan import SurgeryPlan
+from kvsurgery.conversion.replacing import remove_conversion
 from kvsurgery.errors import CheckpointError, OutputError
 from kvsurgery.version import __version__
 
@@ -54,6 +56,7 @@ def convert(
     out: str | Path,
     files: Mapping[str, bytes],
     *,
+    overwrite: bool = False,
     jobs: int = JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> ConvertReport:
@@ -63,6 +66,7 @@ def convert(
         checkpoint, plan: what is converted, and how.
         out: the folder to fill.
         files: emitted files by name, config.json among them; they replace the source's.
+        overwrite: replace another conversion in this folder; files of anyone else are never removed.
         jobs: threads.
         progress: called with weight bytes done, from any thread.
 
@@ -80,6 +84,8 @@ def convert(
             )
     provenance = _provenance(checkpoint, plan, files, sides)
     report = ConvertReport(out, checkpoint.size, len(plan.moves), len(plan.moved), sides.left_out, 0.0)
+    if overwrite and not _holds(out, checkpoint, provenance):
+        remove_conversion(out, checkpoint.folder, _fingerprint(checkpoint, provenance))
     if _already_done(out, checkpoint, provenance):
         return replace(report, already_done=True, seconds=time.monotonic() - start)
 
@@ -168,6 +174,14 @@ def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, b
     )
 
 
+def _holds(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> bool:
+    """Whether `out` is this conversion, and sound as far as that can be told without reading weights."""
+    try:
+        return _already_done(out, checkpoint, provenance)
+    except (OutputError, CheckpointError):
+        return False
+
+
 def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> bool:
     """Whether `out` is the finished conversion of this source and plan."""
     try:
@@ -179,19 +193,22 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
     existing_provenance = Provenance.read(out)
     hashless_provenance = replace(existing_provenance, tensors={}, copied=dict.fromkeys(existing_provenance.copied))
     if hashless_provenance.serialize() != provenance.serialize():
-        raise OutputError(f"{out} holds another conversion; choose another folder, or remove it")
+        raise OutputError(f"{out} holds another conversion; choose another folder, or `overwrite` it")
     finish_time = (out / PROVENANCE).stat().st_mtime_ns
     for shard in checkpoint.shards:
         if shard.changed_after(finish_time):
+            folder, source = shlex.quote(str(out)), shlex.quote(str(checkpoint.folder))
             raise OutputError(
                 f"{shard.path} is newer than its conversion in {out}; see whether it still is the same with "
-                f"`kvsurgery verify {out} --source {checkpoint.folder}`, or choose another folder"
+                f"`kvsurgery verify {folder} --source {source}`, or choose another folder"
             )
         if not (out / shard.name).is_file() or (out / shard.name).stat().st_size != shard.size:
-            raise OutputError(f"{out / shard.name} is missing or cut short; remove {out}, and convert again")
+            raise OutputError(
+                f"{out / shard.name} is missing or cut short; `overwrite` {out}, or choose another folder"
+            )
     for name in [*existing_provenance.emitted, *existing_provenance.copied]:
         if not is_editable(name) and not (out / name).is_file():
-            raise OutputError(f"{out / name} is missing; remove {out}, and convert again")
+            raise OutputError(f"{out / name} is missing; `overwrite` {out}, or choose another folder")
     return True
 
 

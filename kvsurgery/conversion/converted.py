@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.checkpoint.headers import Shard, changed_headers
+from kvsurgery.checkpoint.fingerprint import SAMPLED_BYTES, fingerprint
+from kvsurgery.checkpoint.headers import Read, Shard, Tensor, changed_headers
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
-from kvsurgery.checkpoint.source import CONFIG, Checkpoint, read_weights
+from kvsurgery.checkpoint.source import CONFIG, Checkpoint, read_config, read_weights
 from kvsurgery.conversion.plan import Move, plan_moves
 from kvsurgery.errors import CheckpointError, KVSurgeryError, Mismatch
 
@@ -30,6 +31,22 @@ class Converted:
     def size(self) -> int:
         """Bytes of all shards."""
         return sum(shard.size for shard in self.shards)
+
+    @property
+    def original_fingerprint(self) -> str:
+        """The `fingerprint` of the checkpoint that was converted.
+
+        Raises:
+            CheckpointError: a shard cannot be read.
+        """
+        return fingerprint(self.shards, self._original_first_bytes)
+
+    def _original_first_bytes(self, read: Read, tensor: Tensor) -> bytes:
+        sample = bytearray(min(SAMPLED_BYTES, tensor.size))
+        for source, destination, length in self.moves[tensor.name].first_runs:
+            if source < len(sample):
+                read(memoryview(sample)[source : source + length], tensor.start + destination)
+        return bytes(sample)
 
 
 def open_converted(folder: Path) -> Converted:
@@ -53,3 +70,17 @@ def open_converted(folder: Path) -> Converted:
     except (KVSurgeryError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / PROVENANCE} is damaged: {error}") from error
     return Converted(folder, provenance, shards, moves)
+
+
+def original_fingerprint(folder: Path) -> str | None:
+    """The `fingerprint` of a checkpoint, or of the one that it was converted from; None where that cannot be told.
+
+    Raises:
+        KVSurgeryError: it is no checkpoint.
+    """
+    if "kv_surgery" not in read_config(folder):
+        return fingerprint(read_weights(folder)[0])
+    try:
+        return open_converted(folder).original_fingerprint
+    except KVSurgeryError:  # it was saved again, or changed
+        return None

@@ -205,7 +205,7 @@ def _check_empty(folder: Path) -> None:
     if folder.is_dir():
         names = set(os.listdir(folder))
         if JOURNAL not in names and names - {JOURNAL + PART}:
-            raise OutputError(f"{folder} is not empty; choose another folder, or remove it")
+            raise OutputError(f"{folder} is not empty; choose another folder")
 
 
 def check_space(folder: Path, size: int) -> None:

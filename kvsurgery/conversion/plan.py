@@ -56,6 +56,14 @@ class Move:
         """Whether every byte stays in its place."""
         return self.columns is None and all(run.source == run.destination for run in self.runs)
 
+    @property
+    def first_runs(self) -> tuple[Run, ...]:
+        """The runs, of shuffled columns those of the first row."""
+        if self.columns is None:
+            return self.runs
+        block, order = self.columns
+        return tuple(Run(source * block, place * block, block) for place, source in enumerate(order))
+
 
 @dataclass(frozen=True)
 class SurgeryPlan:

@@ -14,7 +14,7 @@ from kvsurgery.errors import CheckpointError, HubError, ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores, pinned
 from kvsurgery.recipe import Recipe
-from kvsurgery.system.repo_id import checkpoint_folder
+from kvsurgery.system.repo_id import checkpoint_folder, is_address
 
 if TYPE_CHECKING:
     from kvsurgery.hub.stream import Streamed
@@ -73,7 +73,7 @@ class Request:
         if from_profile:
             if measured_profile is None:
                 raise CheckpointError("no checkpoint is named, and no head profile to say which")
-            source, revision = measured_profile.base_model, revision or measured_profile.base_revision
+            source, revision = _measured_model(measured_profile, revision, recipe)
         return cls(str(source), revision, recipe, profile, reform, budgets, from_profile)
 
     @property
@@ -161,6 +161,14 @@ class Request:
         ):
             prepared = self.plan(streamed_checkpoint.folder, streamed_checkpoint.commit)
             yield replace(prepared, checkpoint=streamed_checkpoint.fill(prepared.checkpoint)), streamed_checkpoint
+
+
+def _measured_model(profile: HeadProfile, revision: str | None, recipe: Recipe) -> tuple[str, str | None]:
+    """Where the model is that a profile was measured on: a folder, or a Hub id and its revision."""
+    if revision is not None:
+        return profile.base_model, revision
+    names = (*recipe.profiles, *([recipe.budgets_from] if recipe.budgets_from else []))
+    return profile.origin.place(Path(name) for name in names if not is_address(name))
 
 
 def _split_by_kind(profiles: Iterable[HeadProfile]) -> tuple[HeadProfile | None, HeadProfile | None]:

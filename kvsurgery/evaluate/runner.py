@@ -11,6 +11,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvsurgery.conversion.converted import original_fingerprint
 from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError
@@ -234,7 +235,9 @@ class Evaluation:
         model_entry = settings["models"].get(name)
         if model_entry is None:
             facts = inspect_checkpoint(Path(checkpoint), str(checkpoint)).to_json()
-            settings["models"][name] = {"path": str(checkpoint), "fingerprint": digest, "checkpoint": facts}
+            original = original_fingerprint(Path(checkpoint))
+            entry = {"path": str(checkpoint), "fingerprint": digest, "original": original, "checkpoint": facts}
+            settings["models"][name] = entry
             write_settings(self.folder, settings)
         elif model_entry["fingerprint"] != digest:
             raise OutputError(

@@ -132,7 +132,7 @@ def _fetch_headers(repo_id: str, commit: str, files: Sequence[str], folder: Path
         shutil.copyfile(hf_hub_download(repo_id, name, revision=commit), folder / name)
     for name in files:
         # their presence is all that anyone looks at
-        if name.endswith((".bin", ".pt", ".pth")) and Path(name).name == name:
+        if name.endswith((".bin", ".gguf", ".pt", ".pth")) and Path(name).name == name:
             (folder / name).touch()
     try:
         indexed_names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 
 from kvsurgery.checkpoint.source import CONFIG
 from kvsurgery.errors import HubError, KVSurgeryError
+from kvsurgery.system.repo_id import did_you_mean
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def no_such_folder(repo_id: str) -> Generator[None]:
     try:
         yield
     except HubError as error:
-        raise HubError(f"{error} (no folder {repo_id} is here)") from error
+        raise HubError(f"{error} (no folder {repo_id} is here{did_you_mean(repo_id)})") from error
 
 
 def _explain(error: BaseException, repo_id: str, revision: str | None, name: str) -> str:
@@ -83,6 +84,8 @@ def _explain(error: BaseException, repo_id: str, revision: str | None, name: str
         return (
             f"{constants.ENDPOINT} forbids this with {repo_id} ({reason}): log in with another token, `hf auth login`"
         )
+    if status in (409, 412):
+        return f"{repo_id} was changed by someone else meanwhile ({reason}): run the same command again"
     if status is not None and (status == 429 or status >= 500):
         return f"{constants.ENDPOINT} answers {status} for {repo_id}: wait a little and run the same command again"
     if constants.HF_HUB_OFFLINE or raised(OfflineModeIsEnabled):

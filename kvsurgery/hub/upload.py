@@ -3,30 +3,99 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download
+from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 from kvsurgery.checkpoint.side_files import matches
-from kvsurgery.checkpoint.source import INDEX, SINGLE
 from kvsurgery.errors import HubError, Mismatch
 from kvsurgery.hub.errors import explained
 
 NEVER_PUSHED = (".*", "*/.*", "*.part", "__pycache__/*", "*/__pycache__/*")
-# what transformers would load instead of, or together with, the weights that are pushed
-WEIGHTS = (SINGLE, INDEX, "model-*-of-*.safetensors")
+# what no library loads from a repository; a text can be a vocabulary
+INERT = (
+    "*.gif",
+    "*.html",
+    "*.jpeg",
+    "*.jpg",
+    "*.md",
+    "*.pdf",
+    "*.png",
+    "*.svg",
+    "*.txt",
+    "*.webp",
+    "license*",
+    "notice*",
+)
+VOCABULARIES = ("*dict*.txt", "*merges*.txt", "*vocab*.txt")
+GIT_FILES = {".gitattributes", ".gitignore"}
+LFS_ATTRIBUTES = {"filter=lfs", "diff=lfs", "merge=lfs", "-text"}
+LISTED = 10  # files that a refusal names
 
 
-def check_login(repo_id: str) -> None:
-    """Ask the Hub whether it knows the token, before hours of work depend on it.
+@dataclass(frozen=True)
+class RemoteFolder:
+    """The files of a repository's main branch, before a push.
 
-    Raises:
-        HubError: there is no token, or the Hub refuses it or cannot be reached.
+    Attributes:
+        repo_id: with its owner.
+        commit: None where there is no such repository.
+        private: whether only its owner sees it.
+        names: of its files.
+        git_files: the lines of its `.gitattributes` and `.gitignore`.
     """
-    with explained(repo_id):
-        HfApi().whoami()
+
+    repo_id: str
+    commit: str | None = None
+    private: bool = True
+    names: tuple[str, ...] = ()
+    git_files: Mapping[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, repo_id: str) -> RemoteFolder:
+        """Ask the Hub, whose token this also checks, before hours of work depend on both.
+
+        Raises:
+            HubError: there is no token, or the Hub refuses it or cannot be reached.
+        """
+        api = HfApi()
+        with explained(repo_id, name=".gitattributes"):
+            user = api.whoami()["name"]
+            repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
+            try:
+                info = api.model_info(repo_id)
+            except RepositoryNotFoundError:
+                return cls(repo_id)
+            names = tuple(sorted(sibling.rfilename for sibling in info.siblings or ()))
+            paths = {name: hf_hub_download(repo_id, name, revision=info.sha) for name in GIT_FILES & set(names)}
+        lines = {name: Path(path).read_text("utf-8", errors="replace").splitlines() for name, path in paths.items()}
+        return cls(repo_id, info.sha, bool(info.private), names, lines)
+
+    def others(self, pushed_names: Collection[str]) -> list[str]:
+        """Files that would stay beside the pushed ones and can change what these load as, or how git stores them."""
+        names = [name for name in self.names if name not in pushed_names and not _is_inert(name)]
+        return [name for name in names if name not in self.git_files or not all(map(_is_of_lfs, self.git_files[name]))]
+
+    def check(self, pushed_names: Collection[str], *, private: bool, delete_others: bool) -> None:
+        """Check that a push leaves the repository with what was pushed.
+
+        Raises:
+            HubError: it is public, or has other files that would be loaded with the pushed ones.
+        """
+        if private and not self.private:
+            raise HubError(f"{self.repo_id} exists and is public; make it private in its settings, or push it publicly")
+        others = self.others(pushed_names)
+        if others and not delete_others:
+            more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
+            raise HubError(
+                f"{self.repo_id} has files that this folder does not have, and that can change what it loads as: "
+                f"{', '.join(others[:LISTED])}{more}; give `delete_others` to delete them in the same commit, or "
+                "another repository"
+            )
 
 
 def push(
@@ -35,18 +104,20 @@ def push(
     *,
     private: bool = False,
     create_pr: bool = False,
+    delete_others: bool = False,
     extra_files: Mapping[str, Path | bytes] | None = None,
 ) -> str:
     """Upload a folder as one commit, so that no reader ever sees half of it, and compare the Hub's checksums.
 
-    Weights go up before the commit and stay there, so a second call after a failure sends only what is missing. Weights
-    of an earlier model that transformers would load in place of these are deleted by the same commit.
+    Weights go up before the commit and stay there, so a second call after a failure sends only what is missing. The
+    commit names the one that it replaces, so that a change by others in between is an error.
 
     Args:
         folder: everything in it is uploaded but hidden files and partial ones.
         repo_id: created if it does not exist.
         private: create it private; an existing public one is refused.
         create_pr: open a pull request and leave main as it is.
+        delete_others: delete files that can change what the folder loads as; without it, they are refused.
         extra_files: more files by their names in the repository; they replace files of the folder with the same names.
 
     Returns:
@@ -57,30 +128,38 @@ def push(
         Mismatch: the Hub holds other bytes than the folder.
     """
     api = HfApi()
+    files: dict[str, Path | bytes] = {name: folder / name for name in pushed_files(folder)} | dict(extra_files or {})
     with explained(repo_id):
         url = api.create_repo(repo_id, private=private or None, exist_ok=True)
-        repo_id = url.repo_id
-        info = api.model_info(repo_id)
-        if private and not info.private:
-            raise HubError(f"{repo_id} exists and is public; make it private at {url}/settings, or push it publicly")
-        files = {name: folder / name for name in pushed_files(folder)} | dict(extra_files or {})
-        additions = [CommitOperationAdd(name, content) for name, content in files.items()]
-        remote_names = {sibling.rfilename for sibling in info.siblings or ()}
-        stale_names = {name for name in remote_names if matches(name, WEIGHTS)} - files.keys()
-        deletions = [CommitOperationDelete(name, is_folder=False) for name in sorted(stale_names)]
+    remote = RemoteFolder.read(url.repo_id)
+    if remote.commit is None:
+        raise HubError(f"{url.repo_id} cannot be read, so that nobody can tell what it has; check the token's rights")
+    remote.check(files.keys(), private=private, delete_others=delete_others)
+    others = set(remote.others(files.keys()))
+    # the Hub leaves out what the `.gitignore` of the commit before lists, unless this commit has another one
+    for name in others & GIT_FILES:
+        files[name] = "".join(f"{line}\n" for line in remote.git_files[name] if _is_of_lfs(line)).encode()
+    deletions = [CommitOperationDelete(name, is_folder=False) for name in sorted(others - GIT_FILES)]
+    additions = [CommitOperationAdd(name, content) for name, content in files.items()]
+    with explained(remote.repo_id):
         # create_commit makes one commit; upload_folder of huggingface_hub 2 makes several
         commit = api.create_commit(
-            repo_id, [*deletions, *additions], commit_message="Upload converted model", create_pr=create_pr
+            remote.repo_id,
+            [*deletions, *additions],
+            commit_message="Upload converted model",
+            create_pr=create_pr,
+            parent_commit=remote.commit,
         )
         remote_files = {
             entry.path: entry
-            for entry in api.list_repo_tree(repo_id, recursive=True, revision=commit.oid)
+            for entry in api.list_repo_tree(remote.repo_id, recursive=True, revision=commit.oid)
             if isinstance(entry, RepoFile)
         }
     for addition in additions:
         if not _same_content(addition, remote_files.get(addition.path_in_repo)):
             raise Mismatch(
-                f"{repo_id}: {addition.path_in_repo} on the Hub is not the local file; delete it there and push again"
+                f"{remote.repo_id}: {addition.path_in_repo} on the Hub is not the local file; delete it there and push "
+                "again"
             )
     return commit.pr_url or str(url)
 
@@ -89,6 +168,16 @@ def pushed_files(folder: Path) -> list[str]:
     """The files that `push` uploads, by their names in the repository."""
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return [name for name in files if not matches(name, NEVER_PUSHED)]
+
+
+def _is_inert(name: str) -> bool:
+    return matches(name.lower(), INERT) and not matches(name.lower(), VOCABULARIES)
+
+
+def _is_of_lfs(line: str) -> bool:
+    """Whether a line of git's files says no more than which files are in LFS."""
+    words = line.split()
+    return not words or words[0].startswith("#") or set(words[1:]) == LFS_ATTRIBUTES
 
 
 def _same_content(addition: CommitOperationAdd, remote_file: RepoFile | None) -> bool:

@@ -116,6 +116,7 @@ def cache_losses(
         model=measured.dimensions,
         base_revision=measured.revision,
         windows=measured.windows,
+        fingerprint=measured.source_fingerprint,
         provenance={"data": dict(data), **asdict(sizes), "tool": TOOL},
     )
 

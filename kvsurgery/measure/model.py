@@ -17,9 +17,11 @@ from kvsurgery import hub
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
+from kvsurgery.conversion.converted import original_fingerprint
 from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
+from kvsurgery.profile.origin import ModelOrigin
 from kvsurgery.system.processes import tensor_parallel
 from kvsurgery.system.repo_id import checkpoint_folder
 
@@ -33,12 +35,13 @@ class MeasuredModel:
     Attributes:
         model: in evaluation mode. Of a converted checkpoint the stock class, whose heads lie in the new order.
         tokenizer: None where the model is measured on token ids.
-        name, revision: the original's Hub id or folder, and its commit where known.
+        name, revision: the original's Hub id or the name of its folder, and its commit where known.
         dimensions: of attention.
         layers: what attention each has.
         permutation: per layer, the original KV head at each place; None: they lie as they did.
         replicated: whether every process of tensor parallelism has all heads.
         no_reform: why REFORM cannot read its prompts, None where it can.
+        source_fingerprint: of the original's weights; None of a Hub id, whose commit says as much.
     """
 
     model: PreTrainedModel
@@ -50,6 +53,7 @@ class MeasuredModel:
     permutation: tuple[tuple[int, ...], ...] | None = None
     replicated: bool = False
     no_reform: str | None = None
+    source_fingerprint: str | None = None
 
     @classmethod
     def load(
@@ -77,23 +81,27 @@ class MeasuredModel:
             UnsupportedModel: a family without a patch, or KV heads that this many processes cannot share evenly.
             KVSurgeryError: this version of transformers cannot share layers so.
         """
-        local_folder, name, provenance = checkpoint_folder(source), source, None
+        local_folder, provenance = checkpoint_folder(source), None
         folder = local_folder
         if folder is None:
             folder, revision = hub.fetch_config(source, revision)
+            origin = ModelOrigin(source, revision)
+        else:
+            origin = ModelOrigin.of_folder(folder)
         config = read_config(folder)
         if "kv_surgery" in config:
             provenance = _provenance(folder, source)
-            name, revision = provenance.source, provenance.revision
+            weights = original_fingerprint(folder) if local_folder else None
+            origin = ModelOrigin(provenance.source, provenance.revision, weights)
             config = json.loads(provenance.originals[CONFIG])
         family = Family.of(config)
-        layers = _measurable_layers(family, config, name)
+        layers = _measurable_layers(family, config, origin.name)
         weights = local_folder or source
         hub_options = {} if local_folder else {"revision": revision}
         dimensions = family.dimensions(config)
         if dimensions.kv_heads % parts:
             raise UnsupportedModel(
-                f"{parts} processes cannot share the {dimensions.kv_heads} KV heads of a layer of {name} evenly"
+                f"{parts} processes cannot share the {dimensions.kv_heads} KV heads of a layer of {origin.name} evenly"
             )
         norm = "model.language_model.norm" if family.text else "model.norm"
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -106,13 +114,14 @@ class MeasuredModel:
         return cls(
             model.requires_grad_(False),
             _tokenizer(weights, hub_options),
-            name,
-            revision,
+            origin.name,
+            origin.revision,
             dimensions,
             layers,
             provenance.permutation if provenance else None,
             family.replicated,
             family.no_reform,
+            origin.fingerprint,
         )
 
     @property
@@ -182,7 +191,15 @@ class MeasuredModel:
         if scores is not None:
             scores = self.by_original_head(scores)
         return HeadProfile(
-            scores, method, granularity, self.name, self.dimensions, self.revision, windows=self.windows, **facts
+            scores,
+            method,
+            granularity,
+            self.name,
+            self.dimensions,
+            self.revision,
+            windows=self.windows,
+            fingerprint=self.source_fingerprint,
+            **facts,
         )
 
     def by_original_head(self, scores: np.ndarray) -> np.ndarray:

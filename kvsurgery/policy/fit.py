@@ -123,6 +123,8 @@ def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand:
             "raise `memory` or `tp`"
         )
     hint = "shorten `context`, lower `batch` or `chunk`, or raise `tp`"
+    if footprint.positions is not None and footprint.positions < demand.context:
+        hint = f"`context` is beyond the {footprint.positions} positions that the model was made for; {hint}"
     if any(candidate.rest == "budgeted" for candidate in candidates):
         hint += "; or set `rest` to streaming, since budgeted heads hold a prompt until its end"
     return PolicyError(

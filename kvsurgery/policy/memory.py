@@ -46,6 +46,7 @@ class Footprint:
         vocabulary: tokens that have logits.
         states: bytes of a sequence's states in layers with linear attention.
         sliding: as `model`, of layers with a sliding window; None where they have the same.
+        positions: that the model was made for; None where its config does not say.
     """
 
     model: ModelDimensions
@@ -56,6 +57,7 @@ class Footprint:
     vocabulary: int
     states: int = 0
     sliding: ModelDimensions | None = None
+    positions: int | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, family: Family, processes: int = 1) -> Footprint:
@@ -114,6 +116,7 @@ class Footprint:
             vocabulary,
             family.state_bytes(checkpoint.config, itemsize),
             None if sliding == model else sliding,
+            checkpoint.positions,
         )
 
     def activation_bytes(self, batch: int, context: int, chunk: int, tiles: bool) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from kvsurgery.errors import ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile, check_model
+from kvsurgery.profile.origin import ModelOrigin
 from kvsurgery.profile.tensor_file import Kind, TensorFile, read
 from kvsurgery.templates.kv_layout import ROTATIONS, Quantization
 
@@ -65,7 +66,7 @@ class CacheLosses(TensorFile):
         quantization: scheme, groups, residual and sinks that were measured.
         sink, recent: what streaming heads kept, in tokens.
         context: tokens in the cache.
-        base_model, model, base_revision, windows, provenance: as in `HeadProfile`.
+        base_model, model, base_revision, windows, fingerprint, provenance: as in `HeadProfile`.
 
     Raises:
         ProfileError: any of them contradicts the rest.
@@ -89,9 +90,10 @@ class CacheLosses(TensorFile):
     model: ModelDimensions
     base_revision: str | None = None
     windows: tuple[int | None, ...] | None = None
+    fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        check_model(self.KIND.name, self.base_model, self.base_revision, self.model, self.windows)
+        check_model(self.KIND.name, self.origin, self.model, self.windows)
         if not self.settings or not set(self.settings) <= set(MEASURED_WIDTHS) or not all(self.settings.values()):
             raise ProfileError(f"measured cache losses are of 8, 4, 3 and 2 bits, got {[*self.settings]}")
         for setting in (entry for entries in self.settings.values() for entry in entries):
@@ -124,6 +126,11 @@ class CacheLosses(TensorFile):
         object.__setattr__(self, "heads", heads)
 
     @property
+    def origin(self) -> ModelOrigin:
+        """Which model was measured."""
+        return ModelOrigin(self.base_model, self.base_revision, self.fingerprint)
+
+    @property
     def text(self) -> str:
         """What was read."""
         return str(self.provenance.get("data", {}).get("text", "unknown text"))
@@ -142,6 +149,7 @@ class CacheLosses(TensorFile):
             recent=self.recent,
             provenance=self.provenance,
             windows=self.windows,
+            fingerprint=self.fingerprint,
         )
 
     def best(self, bits: int, rotate: str | None = None, clip: bool | None = None) -> WholeCacheLoss:
@@ -199,6 +207,7 @@ class CacheLosses(TensorFile):
                 quantization=Quantization(**content["quantization"]),
                 model=ModelDimensions(**content["model"]),
                 windows=None if content["windows"] is None else tuple(content["windows"]),
+                fingerprint=content.get("fingerprint"),
                 **{name: content[name] for name in COPIED_FIELDS},
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -216,6 +225,7 @@ class CacheLosses(TensorFile):
             "quantization": asdict(self.quantization),
             "model": asdict(self.model),
             "windows": self.windows,
+            **({"fingerprint": self.fingerprint} if self.fingerprint else {}),
         }
 
     def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
@@ -15,6 +16,7 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.methods import MAX_BUDGET, REFORM, SCORE_METHODS
+from kvsurgery.profile.origin import ModelOrigin
 from kvsurgery.profile.tensor_file import Kind, TensorFile, read
 
 Granularity = Literal["kv", "query"]
@@ -28,7 +30,7 @@ class HeadProfile(TensorFile):
         scores: float32 [layers, heads], finite and non-negative; None in a reform profile.
         method: how they were measured, a key of `SCORE_METHODS`, or "reform".
         granularity: whether `heads` counts KV heads or query heads; None without scores.
-        base_model: Hub id or path of the model that was measured.
+        base_model: Hub id, or name of the folder, of the model that was measured.
         model: its attention dimensions.
         base_revision: its commit, where known.
         sink, recent: tokens of the streaming pattern that scores were measured with, where there was one.
@@ -36,6 +38,7 @@ class HeadProfile(TensorFile):
         ranking: what they were picked from, where it was measured.
         windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention; None
             as a whole where the profile does not say, as in files of version 0.1.
+        fingerprint: of the weights that were measured, where known.
 
     Raises:
         ProfileError: any of them contradicts the rest.
@@ -56,11 +59,12 @@ class HeadProfile(TensorFile):
     embedding_heads: tuple[EmbeddingHead, ...] = ()
     ranking: Ranking | None = None
     windows: tuple[int | None, ...] | None = None
+    fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in (*SCORE_METHODS, REFORM):
             raise ProfileError(f"unknown profile method {self.method!r}; known: {', '.join((*SCORE_METHODS, REFORM))}")
-        check_model(self.KIND.name, self.base_model, self.base_revision, self.model, self.windows)
+        check_model(self.KIND.name, self.origin, self.model, self.windows)
         if (self.sink is not None and self.sink < 0) or (self.recent is not None and self.recent < 1):
             raise ProfileError(f"profile sink must be >= 0 and recent >= 1, got {self.sink} and {self.recent}")
         if not isinstance(self.provenance, dict):
@@ -129,6 +133,11 @@ class HeadProfile(TensorFile):
         return self.scores
 
     @property
+    def origin(self) -> ModelOrigin:
+        """Which model was measured."""
+        return ModelOrigin(self.base_model, self.base_revision, self.fingerprint)
+
+    @property
     def eligible(self) -> np.ndarray:
         """bool [layers]: those whose heads may be full, which have full attention in the model."""
         return np.array([window is None for window in self.windows or [None] * self.model.layers])
@@ -159,6 +168,7 @@ class HeadProfile(TensorFile):
                 embedding_heads=EmbeddingHead.parse(json.loads(metadata.get("embedding_heads", "[]"))),
                 ranking=Ranking.from_tensors(tensors) if tensors else None,
                 windows=tuple(json.loads(metadata["windows"])) if "windows" in metadata else None,
+                fingerprint=metadata.get("fingerprint"),
             )
         except KeyError as error:
             raise ProfileError(f"{path} lacks the metadata {error}") from error
@@ -174,6 +184,7 @@ class HeadProfile(TensorFile):
             "granularity": self.granularity,
             "base_model": self.base_model,
             "base_revision": self.base_revision,
+            "fingerprint": self.fingerprint,
             **asdict(self.model),
             "sink": self.sink,
             "recent": self.recent,
@@ -189,22 +200,23 @@ class HeadProfile(TensorFile):
         return metadata, tensors
 
 
-def check_model(
-    kind: str, base_model: str, base_revision: str | None, model: ModelDimensions, windows: Sequence[int | None] | None
-) -> None:
+def check_model(kind: str, origin: ModelOrigin, model: ModelDimensions, windows: Sequence[int | None] | None) -> None:
     """Check what a file says about the model that was measured.
 
     Args:
         kind: what messages call the file.
-        base_model, base_revision, model, windows: as `HeadProfile` has them.
+        origin, model, windows: as `HeadProfile` has them.
 
     Raises:
         ProfileError: one of them is of another type, or contradicts the rest.
     """
-    if not isinstance(base_model, str) or not base_model or not base_model.isprintable():
-        raise ProfileError(f"a {kind} names the model it was measured on; base_model is {base_model!r}")
-    if base_revision is not None and not (isinstance(base_revision, str) and base_revision.isprintable()):
-        raise ProfileError(f"{kind}: base_revision must be one line, got {base_revision!r}")
+    name, revision, weights = origin.name, origin.revision, origin.fingerprint
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ProfileError(f"a {kind} names the model it was measured on; base_model is {name!r}")
+    if revision is not None and not (isinstance(revision, str) and revision.isprintable()):
+        raise ProfileError(f"{kind}: base_revision must be one line, got {revision!r}")
+    if weights is not None and not (isinstance(weights, str) and re.fullmatch("[0-9a-f]+", weights)):
+        raise ProfileError(f"{kind}: the fingerprint must be a hash in hexadecimal, got {weights!r}")
     sizes = asdict(model).values()
     if any(type(size) is not int or size < 1 for size in sizes) or model.query_heads % model.kv_heads:
         raise ProfileError(f"a {kind} cannot be of a model with {model}")

@@ -56,12 +56,18 @@ def merge(
             f"scores of {' and '.join(sorted(methods))} have no common scale to take the {how} on; "
             "merge ranks: `how` rank-product"
         )
+    fingerprints = {profile.fingerprint for profile in profiles if profile.fingerprint is not None}
     if base_model is None and len(names) > 1:
         raise ProfileError(
             f"the profiles name different models, {' and '.join(sorted(names))}; "
             "if they are the same, name it: `base_model` NAME"
         )
-    base_model = base_model or names.pop()
+    if base_model is None and len(fingerprints) > 1:
+        raise ProfileError(
+            f"the profiles were measured on different weights, which are all called {min(names)}; "
+            "if these are of one model, name it: `base_model` NAME"
+        )
+    base_model = base_model or min(names)
     revisions = {profile.base_revision for profile in profiles if profile.base_model == base_model}
     patterns = {(profile.sink, profile.recent) for profile in profiles}
     sink, recent = patterns.pop() if len(patterns) == 1 else (None, None)
@@ -76,6 +82,7 @@ def merge(
         recent=recent,
         provenance=_provenance(profiles, granularity, how, group_reduce),
         windows=windows,
+        fingerprint=fingerprints.pop() if len(fingerprints) == 1 and names <= {base_model} else None,
     )
 
 

@@ -12,6 +12,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
+from kvsurgery.profile.origin import ModelOrigin
 from kvsurgery.system.repo_id import checkpoint_folder
 
 
@@ -20,16 +21,18 @@ class ProfiledModel:
     """The model that was measured.
 
     Attributes:
-        name, revision: Hub id or folder, and the commit where known.
+        name, revision: Hub id or the folder's name, and the commit where known.
         dimensions: of attention.
         windows: per layer, its own sliding window in tokens, 0 for linear and None for full attention; None as a
             whole if unknown.
+        fingerprint: of the weights, where they are at hand.
     """
 
     name: str
     dimensions: ModelDimensions
     revision: str | None = None
     windows: tuple[int | None, ...] | None = None
+    fingerprint: str | None = None
 
     def profile(
         self,
@@ -57,6 +60,7 @@ class ProfiledModel:
             recent=recent,
             provenance=provenance,
             windows=self.windows,
+            fingerprint=self.fingerprint,
         )
 
     @classmethod
@@ -67,16 +71,23 @@ class ProfiledModel:
             CheckpointError: there is none.
             UnsupportedModel: a family without a patch.
         """
-        folder, name = local_folder(source), source
+        folder = local_folder(source)
         if folder is None:
             from kvsurgery import hub
 
             folder, revision = hub.fetch_config(source, revision)
-        elif folder != Path(source):
-            name = str(folder)
+            origin = ModelOrigin(source, revision)
+        else:
+            origin = ModelOrigin.of_folder(folder)
         config = read_config(folder)
         family = Family.of(config)
-        return cls(name, family.dimensions(config), revision, family.windows(config))
+        return cls(
+            origin.name,
+            family.dimensions(config),
+            revision or origin.revision,
+            family.windows(config),
+            origin.fingerprint,
+        )
 
 
 def local_folder(source: str) -> Path | None:

@@ -37,13 +37,14 @@ class Published:
     options: tuple[str, ...] = ()
     note: str = ""
 
-    def commands(self, model: str) -> tuple[str, ...]:
-        """The commands that import the scores for a model of this name."""
+    def commands(self, model: str, revision: str | None = None) -> tuple[str, ...]:
+        """The commands that import the scores for a model, a path or a Hub id and its revision."""
         file = f"{self.format}.safetensors"
         if self.repository is None or self.path is None:
             return (shlex.join(["kvsurgery", "profile", "import", self.format, self.model, "-o", file]),)
         path = f"{self.repository.partition('/')[2]}/{self.path}"
-        words = ["kvsurgery", "profile", "import", self.format, path, *self.options, "--model", model, "-o", file]
+        words = ["kvsurgery", "profile", "import", self.format, path, *self.options, "--model", model]
+        words += [*(["--revision", revision] if revision else []), "-o", file]
         return f"git clone https://github.com/{self.repository}", shlex.join(words)
 
 

@@ -77,7 +77,7 @@ class Suggestion:
     fit: Fit
     reason: str
 
-    def to_json(self, model: str) -> dict[str, Any]:
+    def to_json(self, model: str, revision: str | None = None) -> dict[str, Any]:
         """Plain JSON values."""
         entry = self.published
         return {
@@ -88,7 +88,7 @@ class Suggestion:
             "repository": entry.repository,
             "path": entry.path,
             "note": entry.note,
-            "commands": list(entry.commands(model)),
+            "commands": list(entry.commands(model, revision)),
         }
 
 

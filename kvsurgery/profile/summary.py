@@ -23,6 +23,7 @@ def facts(profile: HeadProfile) -> dict[str, Any]:
         "granularity": profile.granularity,
         "base_model": profile.base_model,
         "base_revision": profile.base_revision,
+        "fingerprint": profile.fingerprint,
         "model": asdict(profile.model),
         "windows": profile.windows and list(profile.windows),
         **(_score_facts(profile) if profile.scores is not None else _embedding_facts(profile)),

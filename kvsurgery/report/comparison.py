@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -149,29 +150,44 @@ def _settings(folder: Path) -> Mapping[str, Any]:
 
 
 def _check_originals(entries: Sequence[Entry | SweepEntry]) -> None:
-    """Refuse results of two originals: other weights where both answered, other names or shapes otherwise."""
-    entry_facts: list[tuple[Entry | SweepEntry, Mapping[str, Any]]] = []
-    for entry in entries:
-        if isinstance(entry, SweepEntry):
-            facts = {"name": entry.sweep.source}
-        else:
-            surgery = entry.checkpoint["surgery"]
-            facts = {"name": surgery["base_model"], "commit": surgery["base_revision"]}
-            facts["shape"] = entry.checkpoint["dimensions"]
-        if _evaluations([entry]):
-            original = _settings(entry.folder)["models"].get(ORIGINAL)
-            facts |= {"weights": original["fingerprint"]} if original else {}
-        entry_facts.append((entry, facts))
-    for place, (entry, facts) in enumerate(entry_facts):
-        for other_entry, other_facts in entry_facts[:place]:
-            fact_names = (
-                ["weights"] if {"weights"} <= facts.keys() & other_facts.keys() else ["name", "commit", "shape"]
+    """Refuse results of two originals."""
+    facts = [_original_facts(entry) for entry in entries]
+    for place, other_place in combinations(range(len(entries)), 2):
+        if not _is_same_original(facts[place], facts[other_place]):
+            raise KVSurgeryError(
+                f"{entries[other_place].folder} and {entries[place].folder} are of different originals "
+                f"({facts[other_place]['name']} and {facts[place]['name']}); compare conversions of one original"
             )
-            if any(facts[fact] != other_facts[fact] for fact in fact_names if fact in facts and fact in other_facts):
-                raise KVSurgeryError(
-                    f"{entry.folder} and {other_entry.folder} are of different originals ({facts['name']} and "
-                    f"{other_facts['name']}); compare conversions of one original"
-                )
+
+
+def _original_facts(entry: Entry | SweepEntry) -> dict[str, Any]:
+    """What results say about the original, as far as they do: older ones have no fingerprint of its weights."""
+    if isinstance(entry, SweepEntry):
+        facts: dict[str, Any] = {"name": entry.sweep.source}
+    else:
+        surgery = entry.checkpoint["surgery"]
+        facts = {"name": surgery["base_model"], "commit": surgery["base_revision"]}
+        facts["shape"] = entry.checkpoint["dimensions"]
+        if entry.bench:
+            facts["weights"] = entry.bench.original
+    if _evaluations([entry]):
+        models = _settings(entry.folder)["models"]
+        facts["files"] = models.get(ORIGINAL, {}).get("fingerprint")
+        for model in models.values():
+            facts["weights"] = facts.get("weights") or model.get("original")
+    return {name: value for name, value in facts.items() if value is not None or name == "name"}
+
+
+def _is_same_original(facts: Mapping[str, Any], other_facts: Mapping[str, Any]) -> bool:
+    """Whether weights are the same, or files as `fingerprint` of an evaluation has them, or else names and shapes."""
+    common_names = facts.keys() & other_facts.keys()
+    for name in ("weights", "files"):
+        if name in common_names:
+            return facts[name] == other_facts[name]
+    names = str(facts["name"]), str(other_facts["name"])
+    # a sweep has the folder's path, and a converted checkpoint the folder's name
+    has_same_name = names[0] == names[1] or names[0] == Path(names[1]).name or names[1] == Path(names[0]).name
+    return has_same_name and all(facts[name] == other_facts[name] for name in common_names - {"name"})
 
 
 def _check_samples(entries: Sequence[Entry | SweepEntry]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,17 +43,18 @@ def read(folder: Path) -> tuple[Results | None, Bench | None]:
     Raises:
         KVSurgeryError: nothing, or something else.
     """
+    quoted = shlex.quote(str(folder))
     results = Results.load(folder) if (folder / evaluation.FILE).exists() else None
     bench = Bench.load(folder) if (folder / benchmark.FILE).exists() else None
     if results is None and bench is None and (folder / CONFIG).exists():
         raise KVSurgeryError(
-            f"{folder} is a checkpoint; run `kvsurgery eval {folder} --out report` or `kvsurgery bench {folder} --out "
+            f"{folder} is a checkpoint; run `kvsurgery eval {quoted} --out report` or `kvsurgery bench {quoted} --out "
             "report`, and give the folder report"
         )
     if results is None and bench is None:
         raise KVSurgeryError(
-            f"{folder} has neither {evaluation.FILE} nor {benchmark.FILE}: run `kvsurgery eval DIR --out {folder}` or "
-            f"`kvsurgery bench DIR --out {folder}` first"
+            f"{folder} has neither {evaluation.FILE} nor {benchmark.FILE}: run `kvsurgery eval DIR --out {quoted}` or "
+            f"`kvsurgery bench DIR --out {quoted}` first"
         )
     if results and bench and not is_same_checkpoint(results.checkpoint, bench.checkpoint):
         raise KVSurgeryError(

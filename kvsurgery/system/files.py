@@ -42,7 +42,7 @@ def check_new_file(path: Path) -> None:
     """
     check_file(path)
     if path.exists():
-        raise OutputError(f"{path} exists; choose another file, or remove it")
+        raise OutputError(f"{path} exists; choose another file")
 
 
 def check_folder(folder: Path) -> None:

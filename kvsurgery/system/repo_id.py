@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import unquote
 
 from kvsurgery.errors import CheckpointError, HubError
 
 HOSTS = ("huggingface.co", "hf.co")
+GGUF = "GGUF file for llama.cpp; give the model in safetensors that it was made from, its folder or Hub id"
 NAME = r"\w[\w.-]*"
 
 
@@ -35,10 +38,43 @@ def checkpoint_folder(source: str | Path) -> Path | None:
     folder = Path(source)
     if folder.is_dir():
         return folder
+    if folder.suffix.lower() == ".gguf" and folder.exists():
+        raise CheckpointError(f"{source} is a {GGUF}")
     if folder.exists():
-        raise CheckpointError(f"{source} is a file; give the folder of the checkpoint")
+        raise CheckpointError(f"{source} is a file; give the folder of the checkpoint, {folder.parent}")
     if not is_repo_name(str(source)):
-        raise CheckpointError(f"{source} is neither a folder nor a Hub id")
+        raise CheckpointError(f"{source} is neither a folder nor a Hub id{did_you_mean(source)}")
+    return None
+
+
+def did_you_mean(folder: str | Path) -> str:
+    """The end of an error about a folder that is not there: the one with the most similar path, if any."""
+    path = Path(folder)
+    similar_path = Path(path.anchor)
+    for part in path.parts[bool(path.anchor) :]:
+        if not (similar_path / part).is_dir():
+            try:
+                names = {entry.name.lower(): entry.name for entry in os.scandir(similar_path) if entry.is_dir()}
+            except OSError:
+                return ""
+            similar_names = get_close_matches(part.lower(), names, n=1, cutoff=0.7)
+            if not similar_names:
+                return ""
+            part = names[similar_names[0]]
+        similar_path /= part
+    return f"; did you mean {shlex.quote(str(similar_path))}?"
+
+
+def snapshot_repository(folder: str | Path) -> tuple[str, str] | None:
+    """The Hub id and the commit of a snapshot in the Hub's cache, `models--owner--name/snapshots/COMMIT`; None for any
+    other folder."""
+    path = Path(os.path.abspath(folder))
+    for snapshot in (path, path.resolve()):
+        name = snapshot.parent.parent.name
+        repo_id = name.removeprefix("models--").replace("--", "/", 1)
+        is_commit = re.fullmatch("[0-9a-f]{40}", snapshot.name) is not None
+        if is_commit and snapshot.parent.name == "snapshots" and name.startswith("models--") and is_repo_name(repo_id):
+            return repo_id, snapshot.name
     return None
 
 

@@ -80,6 +80,27 @@ def forecast_or_refusal(config: Any) -> Forecast | str:
         return str(error)
 
 
+def serving_limits(config: Any) -> tuple[str, ...]:
+    """What vLLM does not do with a converted config, a line each; a refusal is the only one."""
+    prediction = forecast_or_refusal(config)
+    if isinstance(prediction, str):
+        return (prediction,)
+    layout, limits = KVLayout.from_config(config), []
+    if layout.quantization:
+        limits.append(
+            "vLLM ignores the quantized cache (`kv_bits`) and stores 16 bit; use transformers with "
+            "trust_remote_code=True to save these bytes"
+        )
+    if prediction.processes < max(layout.processes):
+        limits.append(
+            f"vLLM serves this over {prediction.processes} of {max(layout.processes)} processes, as it needs equal "
+            "numbers of full heads in all; convert without `tp_uneven`"
+        )
+    if prediction.text_only:
+        limits.append("vLLM serves text alone, as tokens of an image see each other in both directions in this model")
+    return tuple(limits)
+
+
 def has_bidirectional_images(config: Any) -> bool:
     """Whether tokens of an image see each other in both directions, as in the larger models of Gemma 4."""
     return setting(setting(config, "text_config"), "use_bidirectional_attention") == "vision"

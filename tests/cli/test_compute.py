@@ -54,8 +54,19 @@ def test_gates(folder):
     assert made.provenance["steps"] == 6
     assert "wrote p.safetensors" in said.out
     assert "6/6" in said.err
-    assert "Next: kvsurgery convert --profile p.safetensors" in said.err
-    done("convert", folder, "--profile", "p.safetensors", "--out", "out")
+    [following] = [line for line in said.err.splitlines() if line.startswith("Next: kvsurgery ")]
+    assert following.endswith(f"convert {folder} --profile p.safetensors --out llama-duo")
+    done(*shlex.split(following)[2:])
+
+
+def test_what_was_measured_is_named_without_a_path_and_found_again(folder, tmp_path):
+    measure = ["--samples", 1, *PROMPTS]
+    done("profile", "compute", folder, "--method", "attention", *measure, "-o", "p.safetensors")
+    assert HeadProfile.load("p.safetensors").base_model == folder.name
+    assert str(folder.parent).encode() not in Path("p.safetensors").read_bytes()
+    done("convert", "--profile", "p.safetensors", "--sparsity", 0.5, "--out", "implied")
+    done("convert", folder, "--profile", "p.safetensors", "--sparsity", 0.5, "--out", "named")
+    assert tree(tmp_path / "implied") == tree(tmp_path / "named")
 
 
 def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
@@ -351,7 +362,7 @@ def test_what_cannot_be_measured_is_refused(folder, arguments, words):
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(folder):
     Path("p.safetensors").write_text("something else")
     result = run("profile", "compute", folder, "--method", "duo", "-o", "p.safetensors")
-    assert result.err == "kvsurgery: p.safetensors exists; choose another file, or remove it\n"
+    assert result.err == "kvsurgery: p.safetensors exists; choose another file\n"
     result = run("profile", "compute", folder, "--method", "duo", "-o", "nowhere/p.safetensors")
     assert "cannot write nowhere/p.safetensors" in result.err
 

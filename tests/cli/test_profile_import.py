@@ -29,7 +29,7 @@ class TestImport:
         assert (made.method, made.granularity, made.base_model, made.base_revision) == ("duo", "kv", "llama", None)
         assert (made.sink, made.recent, made.model.head_dim) == (8, 16, 8)
         assert "2 of 4 at the maximum" in output
-        assert "kvsurgery convert --profile p.safetensors --out DIR" in output
+        assert "Next: kvsurgery convert llama --profile p.safetensors --out llama-duo" in output
 
     def test_headkv(self, here):
         run("import", "headkv", "R.json", "--model", "llama", "-o", "p.safetensors", "--method", "headkv-r2")
@@ -50,6 +50,12 @@ class TestImport:
         run("import", "duo", "gates", "--model", "llama", "-o", "other")
         assert Path("one").read_bytes() == Path("other").read_bytes()
 
+    @pytest.mark.parametrize("source", ["llama", "./llama/", "{here}/llama", "{here}/llama/config.json"])
+    def test_the_model_is_named_without_its_path(self, here, source):
+        run("import", "duo", "gates", "--model", source.format(here=here), "-o", "p.safetensors")
+        assert HeadProfile.load("p.safetensors").base_model == "llama"
+        assert str(here).encode() not in Path("p.safetensors").read_bytes()
+
     def test_another_name_for_the_model(self, here):
         options = ("--model", "llama", "--base-model", "meta-llama/Tiny", "--revision", "abc", "-o", "p.safetensors")
         run("import", "duo", "gates", *options)
@@ -59,7 +65,7 @@ class TestImport:
     def test_the_model_itself_is_not_overwritten(self, here):
         before = Path("llama/config.json").read_bytes()
         line = refusal("import", "duo", "gates", "--model", "llama", "-o", "llama/config.json")
-        assert line == "llama/config.json exists; choose another file, or remove it"
+        assert line == "llama/config.json exists; choose another file"
         assert Path("llama/config.json").read_bytes() == before
 
     @pytest.mark.parametrize(

@@ -42,8 +42,19 @@ def test_a_model_that_nobody_measured(tmp_path, monkeypatch):
     assert "No published profile fits; measure one." in text
     assert "Estimated cost of measuring" in text
     assert "Nothing was timed" in text
+    assert "Measure: kvsurgery profile compute llama --method duo -o profile.safetensors\n" in text
     [duo, *_] = json.loads(done("profile", "suggest", "llama", "--json").out)["measuring_estimate"]
     assert (duo["method"], duo["prompts"]) == ("duo", 2000)
+
+
+def test_commands_are_complete(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    llama_checkpoint(tmp_path / "my models" / "Llama-3.1-8B-Instruct")
+    (tmp_path / "my models/Llama-3.1-8B-Instruct/config.json").write_text(json.dumps(CONFIG))
+    for source in ("my models/Llama-3.1-8B-Instruct", "my models/Llama-3.1-8B-Instruct/config.json"):
+        text = done("profile", "suggest", source).out
+        assert f"--model '{source}' -o duo.safetensors\n" in text
+        assert "Measure: kvsurgery profile compute 'my models/Llama-3.1-8B-Instruct' --method duo -o" in text
 
 
 def test_one_line_of_trouble(tmp_path, monkeypatch):

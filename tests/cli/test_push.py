@@ -177,14 +177,75 @@ def test_damage_on_the_hub_is_found(hub, converted, tmp_path):
     assert name in the_line(result)
 
 
-def test_weights_that_would_load_in_place_of_these_are_deleted(hub, converted, tmp_path):
-    repo = hub.create("surgeon/duo")
-    old = {name: Blob(b"old") for name in ("model.safetensors", "model-00009-of-00009.safetensors")}
-    kept = {name: Blob(b"kept") for name in ("adapter_model.safetensors", "notes.txt", "config.json")}
-    repo.commit({**repo.commits[repo.refs["main"]], **old, **kept}, "main")
-    assert hub.run(tmp_path, "push", converted, "surgeon/duo").returncode == 0
-    extra = {"adapter_model.safetensors": b"kept", "notes.txt": b"kept"}
-    assert on_hub(hub) == contents(converted) | extra
+def put(hub: Hub, *names: str, **contents: bytes) -> None:
+    """Files in the repository that is pushed to, from before the push."""
+    repo = hub.repos.get("surgeon/duo") or hub.create("surgeon/duo")
+    files = {name: Blob(b"old") for name in names} | {name: Blob(content) for name, content in contents.items()}
+    repo.commit({**repo.commits[repo.refs["main"]], **files}, "main")
+
+
+HARMLESS = ("README.md", "LICENSE", "notes.txt", "figures/memory.png", "config.json")
+
+
+class TestWhatTheRepositoryHas:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "adapter_config.json",
+            "custom_generate/generate.py",
+            "model.safetensors",
+            "model-00009-of-00009.safetensors",
+            "model.fp16.safetensors",
+            "pytorch_model.bin",
+            "kv_budget.py",
+            "chat_template.jinja",
+            "vocab.txt",
+        ],
+    )
+    def test_a_file_that_changes_what_is_loaded_is_refused_before_any_work(self, hub, converted, tmp_path, name):
+        put(hub, name, *HARMLESS)
+        before = dict(hub.repos["surgeon/duo"].refs)
+        line = the_line(hub.run(tmp_path, "push", converted, "surgeon/duo"))
+        assert name in line
+        assert "--delete-others" in line
+        assert not any(f" {harmless}" in line for harmless in HARMLESS)
+        assert not any(request.startswith(("POST", "PUT")) for request in hub.requests)
+        assert hub.repos["surgeon/duo"].refs == before
+
+    def test_such_files_are_deleted_by_the_commit_that_uploads(self, hub, converted, tmp_path):
+        put(hub, "model.safetensors", "adapter_config.json", "custom_generate/generate.py", *HARMLESS)
+        count = len(hub.repos["surgeon/duo"].commits)
+        result = hub.run(tmp_path, "push", converted, "surgeon/duo", "--delete-others")
+        assert result.returncode == 0, result.stderr
+        kept = dict.fromkeys(HARMLESS, b"old")
+        assert on_hub(hub) == kept | contents(converted)
+        assert len(hub.repos["surgeon/duo"].commits) == count + 1
+
+    def test_rules_of_git_that_would_drop_or_change_files(self, hub, converted, tmp_path):
+        repo = hub.create("surgeon/duo")
+        attributes = repo.files()[".gitattributes"]
+        rules = {".gitignore": b"*.json\n", ".gitattributes": attributes + b"*.json text eol=crlf\n"}
+        put(hub, **rules)
+        refused = the_line(hub.run(tmp_path, "push", converted, "surgeon/duo"))
+        assert ".gitattributes, .gitignore;" in refused
+        for arguments in (["--delete-others"], []):
+            result = hub.run(tmp_path, "push", converted, "surgeon/duo", *arguments)
+            assert result.returncode == 0, result.stderr
+            assert repo.files() == contents(converted) | {".gitignore": b"", ".gitattributes": attributes}
+
+    def test_a_pull_request_leaves_them_on_main(self, hub, converted, tmp_path):
+        put(hub, "model.safetensors")
+        result = hub.run(tmp_path, "push", converted, "surgeon/duo", "--create-pr", "--delete-others")
+        assert result.returncode == 0, result.stderr
+        assert on_hub(hub) == {"model.safetensors": b"old"}
+        assert on_hub(hub, "refs/pr/1") == contents(converted)
+
+    def test_a_change_during_the_upload_is_refused(self, hub, converted, tmp_path):
+        hub.create("surgeon/duo")
+        hub.before = {"POST /api/models/surgeon/duo/commit/main": lambda: put(hub, "adapter_config.json")}
+        line = the_line(hub.run(tmp_path, "push", converted, "surgeon/duo"))
+        assert "meanwhile" in line
+        assert on_hub(hub) == {"adapter_config.json": b"old"}
 
 
 def test_only_a_sound_converted_checkpoint_is_pushed(hub, converted, tmp_path):
@@ -201,6 +262,13 @@ def test_only_a_sound_converted_checkpoint_is_pushed(hub, converted, tmp_path):
     assert foreign.returncode == 1
     assert "kvsurgery.json" in the_line(foreign)
     assert hub.repos == {}
+
+
+def test_an_adapter_in_the_folder_is_not_uploaded(hub, converted, tmp_path):
+    folder = Path(shutil.copytree(converted, tmp_path / "duo"))
+    (folder / "adapter_config.json").write_text("{}")
+    assert "adapter" in the_line(hub.run(tmp_path, "push", folder, "surgeon/duo"))
+    assert hub.requests == []
 
 
 class TestReport:

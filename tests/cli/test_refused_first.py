@@ -57,7 +57,7 @@ OUTPUTS = [
         (*DUO[:-1], "nowhere/p.safetensors"),
         "cannot write nowhere/p.safetensors: there is no folder nowhere; make it first",
     ),
-    ((*DUO[:-1], PROFILE), f"{PROFILE} exists; choose another file, or remove it"),
+    ((*DUO[:-1], PROFILE), f"{PROFILE} exists; choose another file"),
     (("profile", "merge", PROFILE, PROFILE, "-o", "latin.txt"), "latin.txt exists; choose another file"),
     (("profile", "import", "reform", "Pixtral-12B-2409", "-o", PROFILE), f"{PROFILE} exists; choose another file"),
     ((*DUO, "--curve", "nowhere/c.png"), "cannot write nowhere/c.png: there is no folder nowhere; make it first"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.command import BARS, CONVERT, PROFILE, done, nothing_happens, refused, save_profile
-from tests.helpers.shards import llama_checkpoint
+from tests.helpers.shards import llama_checkpoint, tree
 
 
 def test_names_that_the_terminal_cannot_show(here: Path) -> None:
@@ -128,3 +128,58 @@ class TestOut:
         done("convert", "llama", "--profile", PROFILE, "--out", "duo")
         arguments = ("convert", "llama", "--profile", PROFILE, "--out", "duo", "--sparsity", 0.2)
         nothing_happens(here, "duo holds another conversion; choose another folder", *arguments)
+
+
+class TestOverwrite:
+    """`--overwrite` replaces what kvsurgery wrote, and nothing else."""
+
+    OTHER = (*CONVERT, "--sparsity", 0.2, "--overwrite")
+
+    def expected(self, here: Path) -> dict[str, bytes]:
+        done("convert", "llama", "--profile", PROFILE, "--sparsity", 0.2, "--out", "expected")
+        return tree(here / "expected")
+
+    def test_another_conversion(self, here: Path) -> None:
+        done(*CONVERT, "--kv-bits", 8)
+        done(*self.OTHER)
+        assert tree(here / "out") == self.expected(here)
+
+    def test_an_empty_or_a_new_folder(self, here: Path) -> None:
+        Path("out").mkdir()
+        done(*self.OTHER)
+        assert tree(here / "out") == self.expected(here)
+
+    def test_the_same_conversion_stays(self, here: Path) -> None:
+        done(*self.OTHER)
+        before = Path("out/config.json").stat().st_ino
+        assert "nothing to do" in done(*self.OTHER).out
+        assert Path("out/config.json").stat().st_ino == before
+
+    def test_a_damaged_conversion(self, here: Path) -> None:
+        done(*self.OTHER)
+        next(Path("out").glob("*.safetensors")).unlink()
+        assert "`--overwrite`" not in refused(*self.OTHER[:-1])
+        done(*self.OTHER)
+        assert tree(here / "out") == self.expected(here)
+
+    @pytest.mark.parametrize("first", [CONVERT, OTHER[:-1]], ids=["other", "same"])
+    def test_an_unfinished_run(self, here: Path, monkeypatch: pytest.MonkeyPatch, first: tuple) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            refused(*first)
+        done(*self.OTHER)
+        assert tree(here / "out") == self.expected(here)
+
+    def test_a_file_of_somebody_else(self, here: Path) -> None:
+        done(*CONVERT)
+        Path("out/notes.txt").write_text("mine")
+        before = tree(here / "out")
+        assert "notes.txt" in refused(*self.OTHER)
+        assert tree(here / "out") == before
+
+    @pytest.mark.parametrize("out", ["taken", "llama", "."])
+    def test_a_folder_of_somebody_else(self, here: Path, out: str) -> None:
+        Path("taken").mkdir()
+        Path("taken/config.json").write_text("{}")
+        words = "was not written by kvsurgery"
+        nothing_happens(here, words, "convert", "llama", "--profile", PROFILE, "--out", out, "--overwrite")

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING
@@ -82,6 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             with self.server.lock:
                 self.server.requests.append(request)
+                self.server.before.pop(request, lambda: None)()
                 self.fault = fault = next((f for f in self.server.faults if f.strikes(request)), None)
             self.read_body(fault)
             if fault and fault.cut is None and not (fault.ignore or fault.shift):
@@ -185,12 +187,16 @@ class Handler(BaseHTTPRequestHandler):
     def preupload(self, repo_id: str, revision: str) -> dict:
         self.need_login()
         _, files = self.snapshot(self.repo(repo_id), revision)
+        asked = json.loads(self.body)
+        hosted = files[".gitignore"].content.decode() if ".gitignore" in files else ""
+        ignored = asked.get("gitIgnore", hosted).split()
         answer = []
-        for file in json.loads(self.body)["files"]:
+        for file in asked["files"]:
             path, blob = file["path"], files.get(file["path"])
             oid = blob and (blob.lfs or blob.git_oid)
             mode = "lfs" if is_lfs(path) else "regular"
-            answer.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+            is_ignored = any(fnmatchcase(path, pattern) for pattern in ignored)
+            answer.append({"path": path, "uploadMode": mode, "shouldIgnore": is_ignored, "oid": oid})
         return {"files": answer}
 
     def lfs_batch(self, repo_id: str) -> dict:
@@ -226,6 +232,9 @@ class Handler(BaseHTTPRequestHandler):
             operation = json.loads(line)
             value = operation["value"]
             match operation["key"]:
+                case "header":
+                    if value.get("parentCommit", repo.refs[revision]) != repo.refs[revision]:
+                        raise Refusal(412, "A commit has happened since. Please refresh and try again.")
                 case "file":
                     files[value["path"]] = Blob(base64.b64decode(value["content"]))
                 case "lfsFile":

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -34,6 +34,7 @@ class Hub(ThreadingHTTPServer):
 
     Attributes:
         cdn: whether LFS files lie elsewhere, where a signed URL leads, as they do on the Hub.
+        before: called once before a request, by "METHOD path".
         requests: "METHOD path" of every request, in order.
         ranges: path, first and last byte of every range that was asked for, in order.
         received: SHA-256 of every LFS object that was sent whole, in order.
@@ -48,6 +49,7 @@ class Hub(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.faults: list[Fault] = []
         self.cdn = False
+        self.before: dict[str, Callable[[], None]] = {}
         self.requests: list[str] = []
         self.ranges: list[tuple[str, int, int]] = []
         self.received: list[str] = []

@@ -87,7 +87,7 @@ class TestLuKv:
 
 class TestBudgets:
     def test_tokens_of_every_head(self, tmp_path):
-        (tmp_path / "budgets.tsv").write_text("128\t0\n16777216\t1\n7\t7\n")
+        (tmp_path / "budgets.tsv").write_text('\ufeff128\t0\r\n16777216\t"1"\r\n7\t7\r\n\r\n', encoding="utf-8")
         made = import_budgets(tmp_path / "budgets.tsv", MODEL)
         assert made.scores.tolist() == [[128, 0], [1 << 24, 1], [7, 7]]
         assert (made.method, made.granularity, usual_rest(made)) == ("budgets", "kv", "budgeted")

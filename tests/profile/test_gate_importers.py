@@ -69,6 +69,23 @@ class TestDuo:
         assert str(tmp_path / "gates.tsv") in str(raised.value)
 
     @pytest.mark.parametrize(
+        "content",
+        [
+            "\ufeff1\t0.5\n0\t0\n1\t1\n".encode(),
+            "1\t0.5\r\n0\t0\r\n1\t1\r\n".encode("utf-16"),
+            b"1\t0.5\n0\t0\n1\t1\n\n\n",
+            b"1\t0.5\n0\t0\n1\t1\n\t\n \r\n",
+            b"1\t0.5\r\n0\t0\r\n1\t1",
+            b"# layers x heads\n1\t0.5\n0\t0\n# the last\n1\t1\n",
+            b'"1"\t"0.5"\n\'0\'\t0 \n1\t 1\n',
+        ],
+        ids=["BOM", "UTF-16", "blank lines", "empty rows", "CRLF", "comments", "quotes"],
+    )
+    def test_tables_as_programs_write_them(self, tmp_path, content):
+        (tmp_path / "gates.tsv").write_bytes(content)
+        assert import_duo(tmp_path / "gates.tsv", MODEL).scores.tolist() == [[1, 0.5], [0, 0], [1, 1]]
+
+    @pytest.mark.parametrize(
         ("content", "message"),
         [
             *(

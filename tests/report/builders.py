@@ -221,14 +221,16 @@ def needles(name: str, score: float, share: float, full: int = 128, bits: int | 
     return results(**fields | changes)
 
 
-def saved(folder: Path, *parts: Any, samples: str = "samples", weights: str = "weights") -> Path:
+def saved(
+    folder: Path, *parts: Any, samples: str = "samples", weights: str = "weights", original: str | None = None
+) -> Path:
     """A folder of results, with the settings that `eval` and `sweep` leave beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         part.save(folder)
     known = {
         "samples": samples,
-        "models": {"original": {"path": "org/model", "fingerprint": weights, "checkpoint": {}}},
+        "models": {"original": {"path": "org/model", "fingerprint": weights, "original": original, "checkpoint": {}}},
         "versions": {},
     }
     (folder / "settings.json").write_text(json.dumps(known))

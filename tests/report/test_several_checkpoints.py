@@ -121,6 +121,22 @@ class TestRefused:
         with pytest.raises(KVSurgeryError, match=r"different originals \(elsewhere/model and meta-llama"):
             compare(folders)
 
+    def test_weights_tell_whatever_the_names_are(self, tmp_path):
+        named = builders.checkpoint(surgery=builders.surgery(base_model="model"))
+        bench = saved(tmp_path / "bench", builders.bench(checkpoint=named, original="ab"))
+        swept = replace(builders.sweep(), source="/home/somebody/of the same/model")
+        compare([bench, saved(tmp_path / "same", replace(swept, source="elsewhere"), original="ab")])
+        with pytest.raises(KVSurgeryError, match="different originals"):
+            compare([bench, saved(tmp_path / "other", swept, original="cd")])
+
+    def test_a_folders_path_and_its_name_where_no_weights_are_recorded(self, tmp_path):
+        named = builders.checkpoint(surgery=builders.surgery(base_model="model"))
+        bench = saved(tmp_path / "bench", builders.bench(checkpoint=named))
+        (bench / "settings.json").unlink()
+        compare([bench, saved(tmp_path / "same", replace(builders.sweep(), source="a/model"))])
+        with pytest.raises(KVSurgeryError, match="different originals"):
+            compare([bench, saved(tmp_path / "other", replace(builders.sweep(), source="model/other"))])
+
     def test_bytes_of_another_dtype(self, tmp_path):
         one = needles("a", 0.9, 0.5)
         folders = [

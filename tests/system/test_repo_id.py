@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.errors import CheckpointError, HubError
-from kvsurgery.system.repo_id import HubFile, checkpoint_folder
+from kvsurgery.system.repo_id import HubFile, checkpoint_folder, did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,21 @@ def test_a_checkpoint_is_a_folder_or_a_hub_id(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(CheckpointError, match=f"^{source} {reason}"):
             checkpoint_folder(source)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("modls/lama3", "models/llama3"),
+        ("./models/Llama3", "models/llama3"),
+        ("{here}/models/llama-3", "{here}/models/llama3"),
+        ("models/other", None),
+        ("elsewhere/llama3", None),
+        ("models/llama3/nothing", None),
+    ],
+)
+def test_a_path_that_was_mistyped(tmp_path, monkeypatch, typed, meant):
+    (tmp_path / "models/llama3").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    hint = did_you_mean(typed.format(here=tmp_path))
+    assert hint == (f"; did you mean {meant.format(here=tmp_path)}?" if meant else "")

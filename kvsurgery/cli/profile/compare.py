@@ -37,9 +37,14 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
         check_picture(plot)
     profiles = load_scores(a), load_scores(b)
     result = comparison.compare(*profiles, group_reduce)
-    if profiles[0].base_model != profiles[1].base_model:
-        names = " and ".join(profile.base_model for profile in profiles)
+    origins = [profile.origin for profile in profiles]
+    if origins[0].name != origins[1].name:
+        names = " and ".join(origin.name for origin in origins)
         console.stderr.print(f"the profiles name different models of equal dimensions, {names}")
+    elif None not in (weights := {origin.fingerprint for origin in origins}) and len(weights) > 1:
+        console.stderr.print(
+            f"the profiles were measured on different weights, which are both called {origins[0].name}"
+        )
     if plot is not None:
         plots.plot_comparison(result, plot)
         console.stderr.print(f"wrote {plot}")
@@ -47,8 +52,8 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
         click.echo(json.dumps(result.to_json()))
         return
     out = console.stdout
-    for label, profile in zip("AB", profiles, strict=True):
-        out.print(f"{label}: {summary.describe(profile)}")
+    for label, name, profile in zip("AB", (a, b), profiles, strict=True):
+        out.print(f"{label}: {name}, of {summary.describe(profile)}")
     out.print(heatmap.draw_comparison(result, out.width, console.colored()))
     out.print(f"\n{summary.describe_comparison(result)}")
     reduction = f", query heads reduced by {group_reduce}" if result.group_reduce else ""

@@ -92,6 +92,7 @@ def compute(
     """
     configured_method = _configured_method(ctx, method, seed)
 
+    from kvsurgery.cli.profile.saving import remember
     from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
     from kvsurgery.measure.mesh import Mesh
@@ -123,9 +124,10 @@ def compute(
             raise Interrupted(in_flags(hint)) from None
         if processes.rank == 0:
             measurement.result.save(out)  # before anything is imported that may have been upgraded meanwhile
+            remember(measurement.result, source)
             if isinstance(configured_method, SampledMethod) and configured_method.kept:
                 configured_method.kept.unlink(missing_ok=True)
-            _show(measurement, out)
+            _show(measurement, out, source, revision)
 
 
 def _configured_method(ctx: click.Context, name: str, seed: int) -> Method:
@@ -151,7 +153,7 @@ def _check_sharing(method: Method, mesh: Mesh) -> None:
         raise click.UsageError(f"processes that measure {method.name} share the passages; leave --tp out")
 
 
-def _show(measurement: Measurement, out: Path) -> None:
+def _show(measurement: Measurement, out: Path, source: str, revision: str | None) -> None:
     """Describe what was measured and written, and plot a training."""
     from kvsurgery.cli.profile.saving import show_saved, show_saved_losses
     from kvsurgery.display import console
@@ -163,9 +165,9 @@ def _show(measurement: Measurement, out: Path) -> None:
         if measurement.history is not None:
             for line in outcome(measurement.result, measurement.history):
                 console.stderr.print(in_flags(line))
-        show_saved(measurement.result, out)
+        show_saved(measurement.result, out, source, revision)
     else:
-        show_saved_losses(measurement.result, out)
+        show_saved_losses(measurement.result, out, source, revision)
     if measurement.history is not None and measurement.curve is not None:
         plot_training(measurement.history, measurement.curve)
         console.stderr.print(f"wrote {measurement.curve}")

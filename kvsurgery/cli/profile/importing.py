@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsurgery.cli.options import SuggestingGroup
 from kvsurgery.cli.profile.saving import out_option
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from kvsurgery.profile.profiled_model import ProfiledModel
 
 
-@click.group("import")
+@click.group("import", cls=SuggestingGroup)
 def import_group() -> None:
     """Turn head scores published by others into a head profile.
 
@@ -35,7 +36,7 @@ def _import_options(command: Any) -> Any:
     """Add the options that say of which model the scores are, and where the profile goes."""
     for option in (
         click.option("--revision", help="Branch, tag or commit of the model; for a Hub id its commit is recorded."),
-        click.option("--base-model", help="Model name to record; `convert` starts from it.  [default: (SRC)]"),
+        click.option("--base-model", help="Model name to record; `convert` starts from it.  [default: (that of SRC)]"),
         out_option,
         click.option(
             "--model",
@@ -65,7 +66,7 @@ def _save(
     """
     from dataclasses import asdict, replace
 
-    from kvsurgery.cli.profile.saving import show_saved
+    from kvsurgery.cli.profile.saving import remember, show_saved
     from kvsurgery.errors import ProfileError
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.loading import local_file
@@ -81,11 +82,14 @@ def _save(
             raise ProfileError(f"{source} is a head profile already; `kvsurgery convert --profile` takes it")
         files.append(path)
         origins += [asdict(hub_file)] if hub_file else []
-    profile = importer(files, replace(model, name=options["base_model"] or model.name))
+    if options["base_model"]:
+        model = replace(model, name=options["base_model"], fingerprint=None)
+    profile = importer(files, model)
     if origins:
         profile = replace(profile, provenance={**profile.provenance, "hub": origins})
     profile.save(options["out"])
-    show_saved(profile, options["out"])
+    remember(profile, options["source"])
+    show_saved(profile, options["out"], options["source"], options["revision"])
 
 
 @import_group.command()

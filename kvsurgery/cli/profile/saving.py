@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +14,29 @@ from kvsurgery.cli.options import LocalPath
 if TYPE_CHECKING:
     from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.head_profile import HeadProfile
+    from kvsurgery.profile.origin import ModelOrigin
 
 
 out_option = click.option("-o", "--out", required=True, type=LocalPath(), help="The profile to write, a new file.")
 
 
-def show_saved(profile: HeadProfile, out: Path) -> None:
-    """Describe a profile that was written, and say what to do with it."""
+def remember(scores: HeadProfile | CacheLosses, source: str) -> None:
+    """Note for this machine where the model is that was measured, so that `convert` needs no SRC."""
+    from kvsurgery.checkpoint.provenance import PROVENANCE
+    from kvsurgery.profile.profiled_model import local_folder
+
+    folder = local_folder(source)
+    # the original of a converted checkpoint is elsewhere
+    if folder is not None and not (folder / PROVENANCE).exists():
+        scores.origin.remember(folder)
+
+
+def show_saved(profile: HeadProfile, out: Path, source: str | None = None, revision: str | None = None) -> None:
+    """Describe a profile that was written, and print the command that converts with it.
+
+    Args:
+        source, revision: the model, as it was typed; None: `convert` takes the one that the profile names.
+    """
     from kvsurgery.display import console
     from kvsurgery.profile.methods import SCORE_METHODS
     from kvsurgery.profile.summary import describe
@@ -26,17 +44,38 @@ def show_saved(profile: HeadProfile, out: Path) -> None:
     console.stdout.print(f"wrote {out}\n{describe(profile)}")
     method = SCORE_METHODS.get(profile.method)
     needs_budget = method is not None and method.rest == "budgeted" and method.kind != "budget"
-    budget = " --budget 120" if needs_budget else ""
-    console.stderr.print(f"Next: kvsurgery convert --profile {out}{budget} --out DIR")
+    words = ["--profile", str(out), *(["--budget", "120"] if needs_budget else [])]
+    console.stderr.print(_next_command(profile.origin, words, profile.method, source, revision))
 
 
-def show_saved_losses(losses: CacheLosses, out: Path) -> None:
-    """Show losses of caches that were written, and say what to do with them."""
+def show_saved_losses(losses: CacheLosses, out: Path, source: str, revision: str | None = None) -> None:
+    """Show losses of caches that were written, and print the command that converts with them.
+
+    Args:
+        source, revision: the model, as it was typed.
+    """
     from kvsurgery.display import console
 
     console.stdout.print(f"wrote {out}")
     print_losses(losses)
-    console.stderr.print(f"Next: kvsurgery convert --profile PROFILE --kv-bits 4 --kv-measured {out} --out DIR")
+    words = ["--kv-bits", "4", "--kv-measured", str(out)]
+    console.stderr.print(_next_command(losses.origin, words, "kv4", source, revision))
+
+
+def _next_command(
+    origin: ModelOrigin, words: Sequence[str], suffix: str, source: str | None, revision: str | None
+) -> str:
+    from kvsurgery.checkpoint.provenance import PROVENANCE
+    from kvsurgery.profile.profiled_model import local_folder
+
+    folder = None if source is None else local_folder(source)
+    if folder is not None:
+        # a converted checkpoint is not converted again, but its original
+        source_words = [] if (folder / PROVENANCE).exists() else [str(folder)]
+    else:
+        source_words = [*([source] if source else []), *(["--revision", revision] if revision else [])]
+    out = f"{Path(origin.name).name}-{suffix}"
+    return f"Next: {shlex.join(['kvsurgery', 'convert', *source_words, *words, '--out', out])}"
 
 
 def print_losses(losses: CacheLosses) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvsurgery.cli.running import check_revision, revision_option
 
 if TYPE_CHECKING:
     from kvsurgery.measure.cost import Cost
-    from kvsurgery.profile.suggestion import ModelIdentity, Suggestion
+    from kvsurgery.profile.suggestion import Suggestion
 
 
 @click.command()
@@ -48,15 +49,15 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
             "model": source,
             "family": model.family,
             "made_from": sorted(model.ancestors),
-            "profiles": [suggestion.to_json(source) for suggestion in ranked_suggestions],
+            "profiles": [suggestion.to_json(source, revision) for suggestion in ranked_suggestions],
             "measuring_estimate": [cost.to_json() for cost in costs],
         }
         click.echo(json.dumps(facts, indent=2))
         return
     made_from = f"; made from {', '.join(sorted(model.ancestors))}" if model.ancestors else ""
     console.stdout.print(f"{source}: {model.family}, {model.dimensions}{made_from}")
-    _print(model, ranked_suggestions, everything)
-    _print_costs(costs)
+    _print(ranked_suggestions, source, revision, everything)
+    _print_costs(costs, source, revision)
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def _costs(folder: Path) -> list[Cost]:
     return costs(Checkpoint.open(folder))
 
 
-def _print(model: ModelIdentity, suggestions: list[Suggestion], everything: bool) -> None:
+def _print(suggestions: list[Suggestion], source: str, revision: str | None, everything: bool) -> None:
     """The profiles that fit with their commands, then why others do not."""
     from kvsurgery.display import console
     from kvsurgery.profile.suggestion import FITS
@@ -98,23 +99,24 @@ def _print(model: ModelIdentity, suggestions: list[Suggestion], everything: bool
         elif matching:
             say(f"\n{title}:")
             for suggestion in matching:
-                _print_suggestion(suggestion, model, say)
+                _print_suggestion(suggestion, source, revision, say)
     if all(suggestion.fit == "no" for suggestion in suggestions):
         say("\nNo published profile fits; measure one.")
 
 
-def _print_suggestion(suggestion: Suggestion, model: ModelIdentity, say: Callable[..., None]) -> None:
+def _print_suggestion(suggestion: Suggestion, source: str, revision: str | None, say: Callable[..., None]) -> None:
     """A profile, why it fits or does not, and how it is imported."""
     note = f" ({suggestion.published.note})" if suggestion.published.note else ""
     say(f"  {suggestion.published.format}: {suggestion.reason}{note}")
-    for command in suggestion.published.commands(model.name) if suggestion.fit != "no" else ():
+    for command in suggestion.published.commands(source, revision) if suggestion.fit != "no" else ():
         say(f"    {command}")
 
 
-def _print_costs(costs: list[Cost]) -> None:
+def _print_costs(costs: list[Cost], source: str, revision: str | None) -> None:
     """A table of estimates, with how they came about."""
     from kvsurgery.display import console
     from kvsurgery.measure.cost import DEVICE, FLOPS
+    from kvsurgery.profile.profiled_model import local_folder
 
     if not costs:
         console.stderr.print("the cost of measuring cannot be estimated: there are no weights here")
@@ -127,10 +129,22 @@ def _print_costs(costs: list[Cost]) -> None:
     console.stdout.print(
         console.table("Estimated cost of measuring", ["method", "prompts", "tokens", "passes", f"one {DEVICE}"], rows)
     )
+    folder = local_folder(source)
+    model_words = [source, *(["--revision", revision] if revision else [])] if folder is None else [str(folder)]
+    command = [
+        "kvsurgery",
+        "profile",
+        "compute",
+        *model_words,
+        "--method",
+        costs[0].method,
+        "-o",
+        "profile.safetensors",
+    ]
     console.stdout.print(
         f"Estimates: 2 operations per weight and attended state, at {FLOPS / 1e12:.0f} TFLOP/s. Nothing was timed: "
         f"expect more. The weights take {console.size(costs[0].weights)}.\n"
-        "Measure: kvsurgery profile compute MODEL --method METHOD -o PROFILE"
+        f"Measure: {shlex.join(command)}"
     )
 
 

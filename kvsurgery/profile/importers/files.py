@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -60,21 +61,41 @@ def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
 def parse_table(path: Path, raw: bytes, number_of: Callable[[Path, int, str], float]) -> np.ndarray:
     """float64 [lines, columns] of tab-separated cells.
 
+    As programs write tables: also with a byte order mark, comments, quotes around numbers, or blank lines at the end.
+
     Args:
         number_of: makes a number of a file's line and a cell in it.
 
     Raises:
         ProfileError: lines differ in length, or as `number_of` raises it.
     """
-    if b"\0" in raw:
+    encoding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    text = raw.decode(encoding, "replace")
+    if "\0" in text:
         raise ProfileError(f"{path} is not a table of tab-separated numbers")
-    lines = raw.decode("ascii", "replace").splitlines()
-    rows = [[number_of(path, number, cell) for cell in line.split("\t")] for number, line in enumerate(lines, 1)]
-    columns = len(rows[0]) if rows else 0
-    for number, row in enumerate(rows, 1):
+    lines = text.splitlines()
+    while lines and not lines[-1].strip():
+        lines.pop()
+    rows = {
+        number: [number_of(path, number, _unquoted(cell)) for cell in line.split("\t")]
+        for number, line in enumerate(lines, 1)
+        if not line.lstrip().startswith("#")
+    }
+    first_number = next(iter(rows), 0)
+    columns = len(rows[first_number]) if rows else 0
+    for number, row in rows.items():
         if len(row) != columns:
-            raise ProfileError(f"{path}, line {number}: {len(row)} scores, but {columns} in line 1")
-    return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
+            raise ProfileError(f"{path}, line {number}: {len(row)} scores, but {columns} in line {first_number}")
+    return np.array([*rows.values()], dtype=np.float64).reshape(len(rows), columns)
+
+
+def _unquoted(cell: str) -> str:
+    """A cell without blanks and quotes around it."""
+    cell = cell.strip()
+    for quote in ("'", '"'):
+        if len(cell) > 1 and cell[0] == cell[-1] == quote:
+            return cell[1:-1].strip()
+    return cell
 
 
 def read_shares(path: Path, slack: float, noun: str, model: ProfiledModel) -> tuple[np.ndarray, bytes]:
