@@ -14,9 +14,12 @@ from kvsurgery.cli.options import Grouped, LocalPath
 from kvsurgery.cli.running import POSITIVE, quiet_transformers, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY
 
 if TYPE_CHECKING:
-    from kvsurgery.evaluate.results import Interval, Results, TaskResult
+    from kvsurgery.evaluate.results import Results, TaskResult
+
+NOTHING = "-"  # in place of what was not measured
 
 
 @click.command("eval", cls=Grouped)
@@ -62,7 +65,6 @@ def evaluate(
     from kvsurgery.cli.source import source_folder
     from kvsurgery.display import console
     from kvsurgery.evaluate.checkpoint import check_original, is_converted
-    from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.report import write_report
@@ -125,27 +127,49 @@ def check_measured(tasks: Sequence[TaskResult], judged: int = 0) -> None:
 
 
 def _show(results: Results) -> None:
-    """The scores as a table, and what was left out."""
+    """The scores as a table with the KV bytes and a verdict on each, what was left out, and what follows from it."""
     from kvsurgery.display import console
+    from kvsurgery.report.findings import against_original
+    from kvsurgery.report.headlines import conclusion
 
     names = [*results.models]
-    columns = ["task", "metric", "samples", *names, *(["difference [95%]"] if len(names) == 2 else [])]
-    rows = [(task.task, task.metric, task.count, *cells(task, names)) for task in results.tasks]
-    console.stdout.print(console.table("Scores", columns, rows, left=2))
+    verdicts = ["against the original"] if len(names) == 2 else []
+    rows = []
+    for task in results.tasks:
+        finding = against_original(task) if task.scores else NOTHING
+        rows.append((task.task, task.metric, task.count, *scores(task, names), *[finding] * len(verdicts)))
+    title = "Scores"
+    if results.kv_bytes is not None and results.dense_bytes is not None:
+        title += f", and the KV cache of one sequence of {results.tokens:,} tokens"
+        sizes = {ORIGINAL: results.dense_bytes, CONVERTED: results.kv_bytes}
+        share = f"{results.kv_bytes / results.dense_bytes:.1%} of the original's"
+        rows.append(("KV cache", "bytes", "", *(console.size(sizes[name]) for name in names), *[share] * len(verdicts)))
+    columns = ["task", "metric", "samples", *names, *verdicts]
+    console.stdout.print(console.table(title, columns, rows, left=2, notes=len(verdicts)))
     for task in {task.task: task for task in results.tasks}.values():
         for reason, count in task.skipped.items():
             console.stderr.print(f"{task.task}: {count} sample{'s' * (count != 1)} left out, {reason}")
+    if sentence := conclusion(results):
+        console.stdout.print(sentence)
 
 
-def cells(task: TaskResult, names: list[str]) -> Iterator[str]:
-    """Scores, shares as percentages, and of two models their difference, as points of these."""
-    factor, digits, unit = (1, 3, "") if task.metric == "perplexity" else (100, 1, "%")
+def scores(task: TaskResult, names: Sequence[str]) -> Iterator[str]:
+    """The scores of some models, shares as percentages."""
+    factor, digits, unit = _units(task)
     for name in names:
-        yield f"{factor * task.scores[name].mean:.{digits}f}{unit}" if name in task.scores else "-"
-    if len(names) == 2:
-        yield _signed(task.difference, factor, digits) if task.difference else "-"
+        yield f"{factor * task.scores[name].mean:.{digits}f}{unit}" if name in task.scores else NOTHING
 
 
-def _signed(difference: Interval, factor: int, digits: int) -> str:
-    mean, low, high = (f"{factor * value:+z.{digits}f}" for value in (difference.mean, difference.low, difference.high))
+def signed_difference(task: TaskResult) -> str:
+    """The difference of two models and its interval; of shares, as points."""
+    if task.difference is None:
+        return NOTHING
+    factor, digits, _ = _units(task)
+    values = (task.difference.mean, task.difference.low, task.difference.high)
+    mean, low, high = (f"{factor * value:+z.{digits}f}" for value in values)
     return f"{mean} [{low}, {high}]"
+
+
+def _units(task: TaskResult) -> tuple[int, int, str]:
+    """What a score is multiplied by, how many digits follow its point, and its unit."""
+    return (1, 3, "") if task.metric == PERPLEXITY else (100, 1, "%")

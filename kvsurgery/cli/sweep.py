@@ -19,8 +19,7 @@ from kvsurgery.errors import OutputError
 from kvsurgery.recipe import Recipe
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from kvsurgery.display.table import WideTable
     from kvsurgery.evaluate.sweep_results import Sweep
 
 
@@ -134,9 +133,9 @@ def _show(results: Sweep) -> None:
     console.stdout.print(table if console.fits(table) else _table(results, has_differences=False))
 
 
-def _table(results: Sweep, *, has_differences: bool) -> Table:
+def _table(results: Sweep, *, has_differences: bool) -> WideTable:
     """A row for each setting, the original's first."""
-    from kvsurgery.cli.evaluate import cells
+    from kvsurgery.cli.evaluate import scores, signed_difference
     from kvsurgery.display import console
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
     from kvsurgery.evaluate.sweep_results import named, varied
@@ -147,7 +146,7 @@ def _table(results: Sweep, *, has_differences: bool) -> Table:
     original_row = [ORIGINAL, *[""] * (len(varying) - 1), console.size(results.dense_bytes), "100.0%"]
     for title, result in zip(titles(results.original).values(), results.original, strict=True):
         columns += [title, *["difference [95%]"] * has_differences]
-        original_row += [*cells(result, [ORIGINAL]), *[""] * has_differences]
+        original_row += [*scores(result, [ORIGINAL]), *[""] * has_differences]
     rows = [original_row]
     for point in results.points:
         row = [point.options[name] for name in varying]
@@ -156,14 +155,13 @@ def _table(results: Sweep, *, has_differences: bool) -> Table:
             continue
         row += [console.size(point.kv_bytes), f"{point.kv_bytes / results.dense_bytes:.1%}"]
         for result in point.tasks:
-            _, score, difference = cells(result, [ORIGINAL, CONVERTED])
-            row += [score, *[difference] * has_differences]
+            row += [*scores(result, [CONVERTED]), *[signed_difference(result)] * has_differences]
         rows.append(row)
     constants = named({name: values[0] for name, values in results.axes.items() if name not in varying})
     title = (
         f"Quality against the KV cache of one sequence of {results.tokens:,} tokens{constants and ', with '}{constants}"
     )
-    return console.table(title, columns, rows, left=0)
+    return console.table(title, columns, rows, left=len(varying))
 
 
 def _notes(results: Sweep) -> Iterator[str]:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -22,14 +20,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bars
-from rich.table import Table
 
 from kvsurgery.display.pace import Pace, ProgressLines, whole_time
 from kvsurgery.display.progress import Progress
+from kvsurgery.display.table import Column, WideTable, room_of
 
-USUAL = 80  # columns of a terminal
-FILE_WIDTH = 120  # columns of a table in a file
-WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
+MOST_BLOCKS = 3  # of a table that is printed whole
 
 # file names and results are printed as they are: nothing in them is markup
 stdout = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -41,42 +37,27 @@ def colored() -> bool:
     return stdout.is_terminal and stdout.color_system is not None and not stdout.no_color
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> Table:
-    """A table whose first `left` columns are text and the rest numbers, aligned right; as wide as it has to be.
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1, notes: int = 0
+) -> WideTable:
+    """A table whose first `left` and last `notes` columns are text and the rest numbers, aligned right.
 
-    One that is wider than usual terminals gets narrow gaps, and headings with each word on a line of its own.
+    Where it is printed in several blocks, each begins with the first `left` columns.
     """
     texts = [[str(cell) for cell in row] for row in rows]
-    result = _table(title, columns, texts, left, compact=False)
-    return result if _width(result) <= USUAL else _table(title, columns, texts, left, compact=True)
-
-
-def fits(content: Table) -> bool:
-    """Whether a table is no wider than the terminal, or than usual ones, or in a file than `FILE_WIDTH`."""
-    return _width(content) <= (max(stdout.width, USUAL) if stdout.file.isatty() else FILE_WIDTH)
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, *, compact: bool) -> Table:
-    result = Table(
-        title=title,
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        title_style="bold",
-        pad_edge=False,
-        collapse_padding=compact,
+    return WideTable(
+        title,
+        tuple(
+            Column(heading, tuple(row[place] for row in texts), not left <= place < len(columns) - notes)
+            for place, heading in enumerate(columns)
+        ),
+        keys=max(left, 1),
     )
-    for index, column in enumerate(columns):
-        heading = column.replace(" ", "\n") if compact else column
-        result.add_column(heading, justify="left" if index < left else "right", no_wrap=True)
-    for row in rows:
-        result.add_row(*row)
-    result.width = _width(result)
-    return result
 
 
-def _width(content: Table) -> int:
-    """Columns that a table takes where there is room."""
-    return Measurement.get(stdout, stdout.options.update(width=WIDEST), content).maximum
+def fits(content: WideTable) -> bool:
+    """Whether a table takes few blocks where stdout goes."""
+    return len(content.blocks(room_of(stdout))) <= MOST_BLOCKS
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,18 @@ from typing import Any
 from kvsurgery.bench.results import Bench
 from kvsurgery.display.console import size
 from kvsurgery.emit.cache_description import describe_widths
-from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, Results
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, Results, TaskResult
 from kvsurgery.heads.kinds import BUDGETED, FULL, KINDS, decided_kinds, kinds_of
 from kvsurgery.report.charts import tokens
-from kvsurgery.report.findings import FINDINGS, WORSE, verdict
+from kvsurgery.report.findings import (
+    FEWEST_SAMPLES,
+    FINDINGS,
+    UNCLEAR,
+    WORSE,
+    against_original,
+    titles,
+    verdict,
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,47 @@ def _scores(results: Results | None) -> Iterator[Tile]:
         f"{findings.count(WORSE)} of {len(findings)}",
         f"score{'s' * (len(findings) > 1)} clearly worse than the original's",
     )
+
+
+def conclusion(results: Results) -> str:
+    """One sentence on whether the converted model is still good; empty unless it was compared with the original."""
+    names = titles(results.tasks)
+    compared = {
+        names[task.task, task.metric]: task for task in results.tasks if {ORIGINAL, CONVERTED} <= {*task.scores}
+    }
+    if not compared:
+        return ""
+    cache = ""
+    if results.kv_bytes and results.dense_bytes:
+        cache = f", with {results.kv_bytes / results.dense_bytes:.0%} of the original's KV cache"
+    losses = {name: task for name, task in compared.items() if _is_loss(task)}
+    if losses:
+        details = "; ".join(f"{name} {against_original(task)}" for name, task in losses.items())
+        return f"Not as good: {len(losses)} of {_scores_text(len(compared))} clearly worse ({details}){cache}."
+    judged = [task for task in compared.values() if verdict(task) in FINDINGS]
+    if not judged:
+        return (
+            f"Cannot tell: no score has {FEWEST_SAMPLES} samples or more on which the original does anything right; "
+            "evaluate more, with --samples"
+        )
+    reserve = max((-100 * task.difference.low for task in judged if _may_be_loss(task)), default=0)
+    bound = f"; losses of up to {reserve:.1f} points cannot be ruled out" if reserve > 0 else ""
+    others = f" ({len(compared) - len(judged)} of {len(compared)} say nothing)" if len(judged) < len(compared) else ""
+    return f"Still good: none of {_scores_text(len(judged))} clearly worse than the original's{others}{cache}{bound}."
+
+
+def _is_loss(task: TaskResult) -> bool:
+    """Whether a task's score is clearly worse, or no number where the original's is one."""
+    converted, original = task.scores[CONVERTED].mean, task.scores[ORIGINAL].mean
+    return verdict(task) == WORSE or (math.isnan(converted) and not math.isnan(original))
+
+
+def _may_be_loss(task: TaskResult) -> bool:
+    return task.metric != PERPLEXITY and verdict(task) == UNCLEAR and task.difference is not None
+
+
+def _scores_text(count: int) -> str:
+    return f"{count} score{'s' * (count != 1)} {'are' if count != 1 else 'is'}"
 
 
 def decode_ratios(bench: Bench | None) -> dict[tuple[int, int], float]:
