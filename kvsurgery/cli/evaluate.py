@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import Grouped, LocalPath
+from kvsurgery.cli.options import TASKS, Grouped, LocalPath, in_group
 from kvsurgery.cli.running import POSITIVE, quiet_transformers, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.errors import KVSurgeryError
@@ -26,6 +26,15 @@ NOTHING = "-"  # in place of what was not measured
 @click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id.")
 @out_option("report")
+@in_group(
+    TASKS,
+    click.option(
+        "--quick",
+        is_flag=True,
+        help="Ask only 8 needles, in text twice as long as what a head keeps: whether a small model is still good, in "
+        "about two minutes on one core. Further options change what is asked.",
+    ),
+)
 @task_options
 @click.option(
     "--tp",
@@ -37,7 +46,7 @@ NOTHING = "-"  # in place of what was not measured
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def evaluate(
-    ctx: click.Context, folder: Path, source: str | None, out: Path, tp: int, as_json: bool, **options: Any
+    ctx: click.Context, folder: Path, source: str | None, out: Path, quick: bool, tp: int, as_json: bool, **options: Any
 ) -> None:
     """Ask the converted checkpoint DIR and the original the same questions, and compare the answers.
 
@@ -55,6 +64,7 @@ def evaluate(
     which must have been converted for that many processes.
 
     \b
+    kvsurgery eval ./llama3-duo --source ./llama3 --quick
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks longbench --longbench ./LongBench/data --batch 4
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K
@@ -65,6 +75,7 @@ def evaluate(
     from kvsurgery.cli.source import source_folder
     from kvsurgery.display import console
     from kvsurgery.evaluate.checkpoint import check_original, is_converted
+    from kvsurgery.evaluate.quick import quick_options
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.report import write_report
@@ -74,7 +85,10 @@ def evaluate(
     quiet_transformers()
     check_output(out)
     check_new(out)
-    tasks = tasks_of(ctx)
+    if quick and source is None:
+        raise click.UsageError("--quick compares with the original: give it with --source")
+    preset = quick_options(folder) if quick else {}
+    tasks = tasks_of(ctx, preset)
     if is_converted(folder):
         models = {CONVERTED: folder}
         if source is not None:
@@ -86,7 +100,7 @@ def evaluate(
     else:
         raise click.UsageError(f"{folder} is not a converted checkpoint, so there is nothing to compare with {source}")
     check_neighbor(out, folder, benchmark.FILE)
-    run = replace(run_options(ctx, folder), tp=tp)
+    run = replace(run_options(ctx, folder, preset), tp=tp)
     with console.step_progress("evaluating") as advance:
         results = evaluate(
             models,

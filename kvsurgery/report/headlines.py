@@ -115,6 +115,8 @@ def conclusion(results: Results) -> str:
     cache = ""
     if results.kv_bytes and results.dense_bytes:
         cache = f", with {results.kv_bytes / results.dense_bytes:.0%} of the original's KV cache"
+        if results.kv_bytes >= results.dense_bytes:
+            cache += f" at {results.tokens:,} tokens, so that longer --lengths would show more"
     losses = {name: task for name, task in compared.items() if _is_loss(task)}
     if losses:
         details = "; ".join(f"{name} {against_original(task)}" for name, task in losses.items())

@@ -6,7 +6,7 @@ the share of a passkey's tokens that are said in their places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, product
 from typing import TYPE_CHECKING
@@ -92,7 +92,7 @@ class PasskeyTask:
         haystack = Haystack.read(self.text, reader.tokenizer, needed_tokens, reader.seed)
         alphabet = _alphabet(reader, haystack)
         prompts = (
-            _spread([*self._prompt(*words, haystack, alphabet, length, number, reader.seed)], asked)
+            _spread(self._prompt(*words, haystack, alphabet, length, number, reader.seed), self.count, asked)
             for (number, asked), length in product(enumerate(self._asked_counts()), lengths)
         )
         yield from islice(chain.from_iterable(prompts), limit)
@@ -152,9 +152,10 @@ class PasskeyTask:
         return words, int(CUE in question)
 
 
-def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Some of the samples, at even distances."""
-    return [samples[(2 * place + 1) * len(samples) // (2 * count)] for place in range(count)]
+def _spread(samples: Iterator[Sample], total: int, count: int) -> Iterator[Sample]:
+    """Some of the samples, at even distances; they are made as they are taken."""
+    places = {(2 * place + 1) * total // (2 * count) for place in range(count)}
+    return (sample for place, sample in enumerate(samples) if place in places)
 
 
 def _alphabet(reader: Reader, haystack: Haystack) -> np.ndarray:
