@@ -23,9 +23,9 @@ from kvsurgery.cli.options import LocalPath
 def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     """Write a page of results, or of several checkpoints and sweeps side by side.
 
-    Each DIR is a folder that eval, bench or sweep wrote. For a single DIR of eval or bench, its page is written there
-    again. For several, or for a sweep, OUT gets a page with a table of the checkpoints, the settings of each sweep, and
-    a chart of quality against the bytes of the KV cache.
+    Each DIR is a folder that eval, bench or sweep wrote. For a single DIR, its page is written there again. For
+    several, OUT gets a page with a table of the checkpoints, the settings of each sweep, and a chart of quality against
+    the bytes of the KV cache.
 
     All results must be of one original and of the same samples; others are refused. Differences in settings, versions
     or devices are listed on the page.
@@ -36,12 +36,15 @@ def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     kvsurgery report report-50 sweep/
     """
     from kvsurgery.display import console
-    from kvsurgery.report import write_comparison, write_report
+    from kvsurgery.report import write_comparison, write_report, write_sweep
     from kvsurgery.report.folder import is_sweep
     from kvsurgery.report.writing import PAGE
 
-    if len(folders) == 1 and not is_sweep(folders[0]):
-        if ctx.get_parameter_source("out") is ParameterSource.COMMANDLINE:
+    is_typed = ctx.get_parameter_source("out") is ParameterSource.COMMANDLINE
+    if len(folders) == 1 and is_sweep(folders[0]) and not is_typed:
+        page, notices, verb = write_sweep(folders[0]), (), "wrote"
+    elif len(folders) == 1 and not is_sweep(folders[0]):
+        if is_typed:
             raise click.UsageError("--out is for a comparison; the page of a single DIR is written there, leave it out")
         page, notices = write_report(folders[0]), ()
         verb = "wrote"

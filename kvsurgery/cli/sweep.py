@@ -47,10 +47,10 @@ def sweep(
     its KV cache and removed, one at a time. The original is evaluated once. Settings without a valid policy are left
     out with the reason, and settings with equal policies are evaluated once.
 
-    OUT holds sweep.json, sweep.csv and sweep.png: quality against the bytes of the KV cache, with the original's score
-    as a line. Rings mark settings that no smaller setting matches. Bars are 95% intervals of the difference to the
-    original. To continue an interrupted run, give the same command again; with more values on an axis, only new
-    settings are computed.
+    OUT holds a report page, sweep.json, sweep.csv and sweep.png: quality against the bytes of the KV cache, with the
+    original's score as a line. Rings mark settings that no smaller setting matches. Bars are 95% intervals of the
+    difference to the original. To continue an interrupted run, give the same command again; with more values on an
+    axis, only new settings are computed.
 
     \b
     kvsurgery sweep ./llama3 --profile duo.safetensors --sparsity 0.25,0.5,0.75 --kv-bits 16,4 --tasks needle
@@ -62,8 +62,8 @@ def sweep(
     from kvsurgery.cli.source import request_of
     from kvsurgery.display import console
     from kvsurgery.evaluate.sweep import Grid, sweep
+    from kvsurgery.report import write_sweep
     from kvsurgery.report.folder import check_new, check_output, has_page
-    from kvsurgery.report.sweep_charts import quality
     from kvsurgery.system.processes import is_first
 
     axes = {name: values for name in AXES if (values := options[name]) is not None}
@@ -96,14 +96,14 @@ def sweep(
     if not is_first():
         return
     results = _with_options(raw_results)
-    quality(results).save(out)
+    page = write_sweep(out)
     if as_json:
         click.echo(json.dumps(results.to_json(), indent=2))
     else:
         _show(results)
     for line in _notes(results):
         console.stderr.print(line)
-    console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv")
+    console.stderr.print(f"wrote {page}, sweep.png, sweep.json and sweep.csv")
     check_measured([task for point in results.points for task in point.tasks])
 
 

@@ -94,7 +94,7 @@ def _page(results: Results | None, bench: Bench | None, page_charts: tuple[Chart
     return render(
         "page.html.jinja",
         charts={chart.name: chart for chart in page_charts},
-        title=Path(checkpoint["name"]).name or checkpoint["name"],
+        title=short_name(checkpoint["name"]),
         lead=headlines.lead(checkpoint, results, bench),
         tiles=headlines.tiles(checkpoint, results, bench),
         surgery=surgery,
@@ -109,6 +109,12 @@ def _page(results: Results | None, bench: Bench | None, page_charts: tuple[Chart
         bench=bench,
         runs=runs,
     )
+
+
+def short_name(source: str) -> str:
+    """The last part of a folder or a Hub id; of a folder such as `.`, its own name."""
+    path = Path(source)
+    return (path if path.name not in ("", "..") else path.resolve()).name or source
 
 
 def _skipped(results: Results) -> Iterator[tuple[str, str, int]]:
