@@ -23,6 +23,8 @@ from kvsurgery.report.findings import (
     verdict,
 )
 
+MOST_OPEN = 5.0  # points that a score may have lost where a model is called still good
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -120,17 +122,24 @@ def conclusion(results: Results) -> str:
     losses = {name: task for name, task in compared.items() if _is_loss(task)}
     if losses:
         details = "; ".join(f"{name} {against_original(task)}" for name, task in losses.items())
-        return f"Not as good: {len(losses)} of {_scores_text(len(compared))} clearly worse ({details}){cache}."
+        return f"Not as good: {_worse(len(losses), len(compared))} ({details}){cache}."
     judged = [task for task in compared.values() if verdict(task) in FINDINGS]
     if not judged:
         return (
             f"Cannot tell: no score has {FEWEST_SAMPLES} samples or more on which the original does anything right; "
-            "evaluate more, with --samples"
+            "evaluate more, with --samples."
         )
-    reserve = max((-100 * task.difference.low for task in judged if _may_be_loss(task)), default=0)
-    bound = f"; losses of up to {reserve:.1f} points cannot be ruled out" if reserve > 0 else ""
-    others = f" ({len(compared) - len(judged)} of {len(compared)} say nothing)" if len(judged) < len(compared) else ""
-    return f"Still good: none of {_scores_text(len(judged))} clearly worse than the original's{others}{cache}{bound}."
+    text = f"{_worse(0, len(judged))}{cache}"
+    if len(judged) < len(compared):
+        text += f" ({len(compared) - len(judged)} more say nothing)"
+    reserve = max((-100 * task.difference.low for task in judged if task.difference and _is_open(task)), default=0)
+    if reserve > MOST_OPEN:
+        return f"No clear loss: {text}; but up to {reserve:.1f} points may be lost, and more --samples would tell."
+    return f"Still good: {text}."
+
+
+def _worse(count: int, total: int) -> str:
+    return f"{count} of {total} score{'s' * (total != 1)} clearly worse"
 
 
 def _is_loss(task: TaskResult) -> bool:
@@ -139,12 +148,9 @@ def _is_loss(task: TaskResult) -> bool:
     return verdict(task) == WORSE or (math.isnan(converted) and not math.isnan(original))
 
 
-def _may_be_loss(task: TaskResult) -> bool:
-    return task.metric != PERPLEXITY and verdict(task) == UNCLEAR and task.difference is not None
-
-
-def _scores_text(count: int) -> str:
-    return f"{count} score{'s' * (count != 1)} {'are' if count != 1 else 'is'}"
+def _is_open(task: TaskResult) -> bool:
+    """Whether a share may be smaller than the original's, as far as its interval says."""
+    return task.metric != PERPLEXITY and verdict(task) == UNCLEAR
 
 
 def decode_ratios(bench: Bench | None) -> dict[tuple[int, int], float]:
