@@ -151,7 +151,7 @@ def _show(results: Results) -> None:
     rows = []
     for task in results.tasks:
         finding = against_original(task) if task.scores else NOTHING
-        rows.append((task.task, task.metric, task.count, *scores(task, names), *[finding] * len(verdicts)))
+        rows.append((task.task, task.metric, f"{task.count:,}", *scores(task, names), *[finding] * len(verdicts)))
     title = "Scores"
     if results.kv_bytes is not None and results.dense_bytes is not None:
         title += f", and the KV cache of one sequence of {results.tokens:,} tokens"

@@ -161,7 +161,7 @@ def _table(results: Sweep, *, has_differences: bool) -> WideTable:
     title = (
         f"Quality against the KV cache of one sequence of {results.tokens:,} tokens{constants and ', with '}{constants}"
     )
-    return console.table(title, columns, rows, left=len(varying))
+    return console.table(title, columns, rows, left=0, keys=len(varying))
 
 
 def _notes(results: Sweep) -> Iterator[str]:

@@ -38,11 +38,18 @@ def colored() -> bool:
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1, notes: int = 0
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    left: int = 1,
+    notes: int = 0,
+    keys: int | None = None,
 ) -> WideTable:
     """A table whose first `left` and last `notes` columns are text and the rest numbers, aligned right.
 
-    Where it is printed in several blocks, each begins with the first `left` columns.
+    Args:
+        keys: columns that say which row it is, and are repeated where a table is printed in several blocks; by default
+            the first `left` ones.
     """
     texts = [[str(cell) for cell in row] for row in rows]
     return WideTable(
@@ -51,7 +58,7 @@ def table(
             Column(heading, tuple(row[place] for row in texts), not left <= place < len(columns) - notes)
             for place, heading in enumerate(columns)
         ),
-        keys=max(left, 1),
+        keys=max(left if keys is None else keys, 1),
     )
 
 

@@ -20,7 +20,8 @@ SHORTEST = 8  # columns that a text is folded to at least
 STEP = 2  # columns that one text is folded by before the others are looked at
 EDGES = 2  # columns beside a table, one on each side
 WIDE, COMPACT = 3, 2  # columns between two of a table
-BREAKS = re.compile(r"(?<=[/_])(?=.)|(?<=[^\W\d]-)(?=.)|(?<= )")  # where a text may go on in the next line
+# where a text may go on in the next line: not inside of an interval, [1.0, 5.0]
+BREAKS = re.compile(r"(?<=[/_])(?=.)|(?<=[^\W\d]-)(?=.)|(?<= )(?![^\[\]]*\])")
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,9 @@ def conclusion(results: Results) -> str:
             cache += f" at {results.tokens:,} tokens, so that longer --lengths would show more"
     losses = {name: task for name, task in compared.items() if _is_loss(task)}
     if losses:
-        details = "; ".join(f"{name} {against_original(task)}" for name, task in losses.items())
-        return f"Not as good: {_worse(len(losses), len(compared))} ({details}){cache}."
+        worst = max(losses, key=lambda name: _loss(losses[name]))
+        detail = f"{'most of all ' * (len(losses) > 1)}{worst}: {against_original(losses[worst])}"
+        return f"Not as good: {_worse(len(losses), len(compared))} ({detail}){cache}."
     judged = [task for task in compared.values() if verdict(task) in FINDINGS]
     if not judged:
         return (
@@ -146,6 +147,14 @@ def _is_loss(task: TaskResult) -> bool:
     """Whether a task's score is clearly worse, or no number where the original's is one."""
     converted, original = task.scores[CONVERTED].mean, task.scores[ORIGINAL].mean
     return verdict(task) == WORSE or (math.isnan(converted) and not math.isnan(original))
+
+
+def _loss(task: TaskResult) -> float:
+    """How much of a score is lost, as far as scores of several kinds can be compared."""
+    original, converted = task.scores[ORIGINAL].mean, task.scores[CONVERTED].mean
+    if not math.isfinite(converted):
+        return math.inf
+    return math.log(converted / original) if task.metric == PERPLEXITY else original - converted
 
 
 def _is_open(task: TaskResult) -> bool:

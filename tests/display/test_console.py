@@ -133,18 +133,21 @@ class TestTable:
         return [line.strip() for line in capture.get().splitlines() if line.strip()]
 
     def test_headings_of_a_wide_table_take_several_lines(self):
-        _, words, more_words, _, cells = self.text(*["first token"] * 7)
-        assert (words.split(), more_words.split()) == (["first"] * 7, ["token"] * 7)
+        _, words, more_words, _, cells = self.text("name", *["first token"] * 6)
+        assert (words.split(), more_words.split()) == (["first"] * 6, ["name", *["token"] * 6])
         assert cells == "  ".join(["a" * 9] * 7)
 
-    @pytest.mark.parametrize(("terminal", "room"), [(None, 120), (60, 80), (80, 80), (150, 150)])
-    def test_what_fits(self, terminal, room, monkeypatch):
-        """In a file, where colors are forced, or in a terminal; the table has a space on both sides."""
+    @pytest.mark.parametrize(("terminal", "columns"), [(None, 21), (80, 21), (150, 42)])
+    def test_what_fits(self, terminal, columns, monkeypatch):
+        """A table of three blocks is printed whole, in a file as in a terminal of 80 columns; in a wide one of more."""
         file = io.StringIO()
         file.isatty = lambda: terminal is not None
+        monkeypatch.delenv("COLUMNS", raising=False)
         monkeypatch.setattr(console, "stdout", Console(file=file, force_terminal=True, width=terminal or 50))
-        fitting, wider = (console.table("Scores", ["name"], [["a" * cells]]) for cells in (room - 2, room - 1))
-        assert (console.fits(fitting), console.fits(wider)) == (True, False)
+        tables = (
+            console.table("", ["key", *["value"] * count], [["k", *["a" * 8] * count]]) for count in (columns, 43)
+        )
+        assert [console.fits(table) for table in tables] == [True, False]
 
     def test_a_narrow_table_stays_as_it_is(self):
         _, headings, _, cells = self.text("first token", "a")
