@@ -33,6 +33,7 @@ def _there(place, monkeypatch):
 
 
 def test_a_table_a_picture_and_json(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     said = done(*SWEEP, *AXES, "--out", "swept")
     title, *table = [line.split() for line in said.out.splitlines() if line.strip()]
     assert " ".join(title).endswith("of 166 tokens, with sink 4")
