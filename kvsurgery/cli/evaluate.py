@@ -118,7 +118,8 @@ def evaluate(
     if isinstance(ruler, RulerTask) and ruler.tasks is None:
         for name, reason in ruler.left_out.items():
             console.stderr.print(f"ruler/{name} is left out: {in_flags(reason)}")
-    page = write_report(out)
+    with console.drawing_progress() as advance:
+        page = write_report(out, advance)
     console.stderr.print(f"wrote {page}, and results.json beside it")
     if as_json:
         click.echo(json.dumps(results.to_json(), indent=2))

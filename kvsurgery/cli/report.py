@@ -41,17 +41,17 @@ def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     from kvsurgery.report.writing import PAGE
 
     is_typed = ctx.get_parameter_source("out") is ParameterSource.COMMANDLINE
-    if len(folders) == 1 and is_sweep(folders[0]) and not is_typed:
-        page, notices, verb = write_sweep(folders[0]), (), "wrote"
-    elif len(folders) == 1 and not is_sweep(folders[0]):
-        if is_typed:
-            raise click.UsageError("--out is for a comparison; the page of a single DIR is written there, leave it out")
-        page, notices = write_report(folders[0]), ()
-        verb = "wrote"
-    else:
-        verb = "replaced" if (out / PAGE).exists() else "wrote"
-        page, comparison = write_comparison(folders, out)
-        notices = comparison.notices
+    is_one, notices, verb = len(folders) == 1, (), "wrote"
+    is_one_sweep = is_one and is_sweep(folders[0])
+    if is_one and is_typed and not is_one_sweep:
+        raise click.UsageError("--out is for a comparison; the page of a single DIR is written there, leave it out")
+    with console.drawing_progress() as advance:
+        if is_one and not is_typed:
+            page = (write_sweep if is_one_sweep else write_report)(folders[0], advance)
+        else:
+            verb = "replaced" if (out / PAGE).exists() else "wrote"
+            page, comparison = write_comparison(folders, out, advance)
+            notices = comparison.notices
     for notice in notices:
         console.stderr.print(notice)
     console.stderr.print(f"{verb} {page}")

@@ -96,7 +96,8 @@ def sweep(
     if not is_first():
         return
     results = _with_options(raw_results)
-    page = write_sweep(out)
+    with console.drawing_progress() as advance:
+        page = write_sweep(out, advance)
     if as_json:
         click.echo(json.dumps(results.to_json(), indent=2))
     else:

@@ -67,6 +67,16 @@ def fits(content: WideTable) -> bool:
     return len(content.blocks(room_of(stdout))) <= MOST_BLOCKS
 
 
+GRACE = 2.0  # seconds that people wait without a word
+
+
+@contextmanager
+def drawing_progress() -> Generator[Progress]:
+    """Show the progress of the pictures of a page where they take longer than a moment."""
+    with step_progress("drawing", grace=GRACE) as advance:
+        yield advance
+
+
 @contextmanager
 def byte_progress(
     label: str, total: int, clock: Callable[[], float] = time.monotonic
@@ -99,24 +109,28 @@ def byte_progress(
 
 
 @contextmanager
-def step_progress(label: str, clock: Callable[[], float] = time.monotonic) -> Generator[Progress]:
+def step_progress(label: str, clock: Callable[[], float] = time.monotonic, grace: float = 0.0) -> Generator[Progress]:
     """Show the progress of counted steps, each with a note.
 
     Long work has an estimate of the whole after its first step.
+
+    Args:
+        grace: seconds before anything is shown; work that ends within them shows nothing.
 
     Yields:
         What to call with steps done, of how many, and the note.
     """
     if not draws_bars():
-        with _lines(ProgressLines(label, str, _say, clock, announce=True)) as lines:
+        with _lines(ProgressLines(label, str, _say, clock, announce=True, grace=grace)) as lines:
             yield lines.update
         return
-    pace, announced = Pace(clock), False
+    start, pace, announced = clock(), Pace(clock), False
     with _bar(label, None, MofNCompleteColumn(), TextColumn("{task.fields[note]}")) as (bar, task):
 
         def advance(done: int, total: int | None, note: str = "") -> None:
             nonlocal announced
-            bar.start()
+            if clock() - start >= grace:
+                bar.start()
             bar.update(task, completed=done, total=total, note=note)
             if not announced and (estimate := pace.estimate(done, total)):
                 announced = True

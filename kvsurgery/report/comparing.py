@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvsurgery.bench.results import Bench
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import OutputError
 from kvsurgery.evaluate.results import CONVERTED, Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
@@ -20,7 +21,7 @@ from kvsurgery.report.sweep_charts import FRONT, axis_of, lines_of, quality
 from kvsurgery.report.writing import PAGE, save_page, short_name, showable
 
 
-def write_comparison(folders: Sequence[Path], out: Path) -> tuple[Path, Comparison]:
+def write_comparison(folders: Sequence[Path], out: Path, progress: Progress = silent) -> tuple[Path, Comparison]:
     """Write the page that compares what `eval`, `bench` and `sweep` left in several folders.
 
     Returns:
@@ -36,13 +37,14 @@ def write_comparison(folders: Sequence[Path], out: Path) -> tuple[Path, Comparis
     with showable(*folders):
         comparison = compare(folders)
         chart = quality_chart(comparison)
+        progress(0, 1, "page")
         page = _page(comparison, chart)
         out.mkdir(parents=True, exist_ok=True)
-        save_page(out, page, [chart] if chart else [])
+        save_page(out, page, [chart] if chart else [], progress)
     return out / PAGE, comparison
 
 
-def write_sweep(folder: Path) -> Path:
+def write_sweep(folder: Path, progress: Progress = silent) -> Path:
     """Write the page of a sweep into its own folder, and beside it `sweep.png`.
 
     Returns:
@@ -55,7 +57,8 @@ def write_sweep(folder: Path) -> Path:
     with showable(folder):
         comparison = compare([folder])
         chart = quality(comparison.sweeps[0].sweep)
-        save_page(folder, _page(comparison, chart), [chart])
+        progress(0, 1, "page")
+        save_page(folder, _page(comparison, chart), [chart], progress)
     return folder / PAGE
 
 

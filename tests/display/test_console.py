@@ -106,6 +106,14 @@ class TestLog:
         assert loading == "measuring duo 0/9, loading"
         assert first == "measuring duo 1/9, about 6 min in all"
 
+    def test_what_takes_a_moment_says_nothing(self, log, clock):
+        for seconds, lines in ((0.5, []), (1.5, ["drawing 2/3, b, 2 s left", "drawing 3/3, c"])):
+            with console.step_progress("drawing", clock, grace=2) as advance:
+                for done, note in enumerate(("page", "a", "b", "c")):
+                    advance(done, 3, note)
+                    clock.now += seconds
+            assert log() == lines
+
     def test_bytes(self, log, clock):
         with console.byte_progress("converting", 100 * MIB, clock) as advance:
             for _ in range(10):
