@@ -143,6 +143,7 @@ def check_measured(tasks: Sequence[TaskResult], judged: int = 0) -> None:
 
 def _show(results: Results) -> None:
     """The scores as a table with the KV bytes and a verdict on each, what was left out, and what follows from it."""
+    from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.display import console
     from kvsurgery.report.findings import against_original
     from kvsurgery.report.headlines import conclusion
@@ -165,7 +166,7 @@ def _show(results: Results) -> None:
         for reason, count in task.skipped.items():
             console.stderr.print(f"{task.task}: {count} sample{'s' * (count != 1)} left out, {reason}")
     if sentence := conclusion(results):
-        console.stdout.print(sentence)
+        console.stdout.print(in_flags(sentence))
 
 
 def scores(task: TaskResult, names: Sequence[str]) -> Iterator[str]:

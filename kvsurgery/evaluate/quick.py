@@ -32,7 +32,5 @@ def _kept_tokens(folder: Path) -> Iterator[int]:
     config = read_config(folder)
     layers = KVLayout.from_config(config).layers if "kv_surgery" in config else ()
     for layer in layers:
-        if layer.streaming and not layer.native:
-            yield layer.sink + layer.recent
-        if layer.selection and layer.budgets:
-            yield max(layer.budgets) + layer.selection.window
+        if not layer.native:
+            yield max(layer.sink + layer.recent, *layer.budgets)

@@ -139,7 +139,7 @@ class TestConclusion:
         assert self.said(hard).startswith("Cannot tell: ")
 
     def test_a_cache_that_is_no_smaller_is_said(self):
-        assert "longer --lengths would show more" in self.said(task("alike", 0.9, 0.9), kv_bytes=100)
+        assert "longer `lengths` would show more" in self.said(task("alike", 0.9, 0.9), kv_bytes=100)
 
     def test_one_model_has_none(self):
         alone = task("alike", 0.9, 0.9, scores={"converted": interval(0.9)}, difference=None)
