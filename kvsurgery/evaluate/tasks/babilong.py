@@ -45,6 +45,7 @@ class BabilongTask:
         tasks: "qa1" to "qa10". None: of a folder all that are there, of a dataset the first five.
         lengths: of contexts, as they are called: "0k", "4k", "1M". None: of a folder all that are there, of a dataset
             those that the model has positions for.
+        rows: the most samples of each task and length, the first ones. None: all.
     """
 
     source: str = setting("RMT-team/babilong", "babilong", SOURCE)

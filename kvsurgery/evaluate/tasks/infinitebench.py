@@ -33,6 +33,7 @@ class InfiniteBenchTask:
         source: a dataset's id, a folder with files such as `passkey.jsonl`, or one such file.
         tasks: such as "passkey". None: of a folder all that are there, of an id all.
         prompts: a JSON file with the benchmark's templates by task; fields are called as there.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str = setting("xinrongzhang2022/InfiniteBench", "infinitebench", SOURCE)

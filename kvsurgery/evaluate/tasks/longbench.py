@@ -33,6 +33,7 @@ class LongBenchTask:
         datasets: such as "hotpotqa". None: of a folder or file all that are there, of an id all.
         extended: LongBench-E, whose files are called `hotpotqa_e.jsonl`; scores are shown by length too.
         prompts: a file such as LongBench's `dataset2prompt.json`, by dataset a text with {context} and maybe {input}.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str = setting("THUDM/LongBench", "longbench", SOURCE)

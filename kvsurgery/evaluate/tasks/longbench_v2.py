@@ -45,6 +45,7 @@ class LongBenchV2Task:
     Attributes:
         source: a dataset's id, a folder with `data.json`, or one file.
         prompt: a file such as LongBench v2's `prompts/0shot.txt`.
+        rows: the most samples, the first ones. None: all.
     """
 
     source: str = setting("THUDM/LongBench-v2", "longbench_v2", SOURCE)

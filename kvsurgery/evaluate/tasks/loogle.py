@@ -25,6 +25,7 @@ class LoogleTask:
         source: a dataset's id, a folder with files such as `longdep_qa.jsonl`, or one such file.
         tasks: such as "longdep_qa". None: of a folder all that are there, of an id all.
         prompts: a file such as LooGLE's `task2prompt.json`, by task a text with {input} and maybe {Q}.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str = setting("bigai-nlco/LooGLE", "loogle", SOURCE)

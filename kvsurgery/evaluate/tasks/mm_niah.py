@@ -36,6 +36,7 @@ class MMNIAHTask:
     Attributes:
         source: a folder such as `mm_niah_val`, with `annotations` and `images.tar.gz` unpacked as `images`.
         tasks: such as "retrieval-text". None: all that the folder has.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str | None = setting(

@@ -26,6 +26,7 @@ class MTBenchTask:
     Attributes:
         source: a dataset's id, a folder with `question.jsonl`, or one file.
         limit: tokens of an answer at most.
+        rows: the most samples, the first ones. None: all.
     """
 
     source: str = setting("HuggingFaceH4/mt_bench_prompts", "mt_bench", SOURCE)

@@ -27,6 +27,7 @@ class RepoEvalTask:
     Attributes:
         source: a folder with the files of RepoCoder's `datasets.zip`, or a file of prompts such as its pipeline writes,
             with code from other files before the unfinished one.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str | None = setting(

@@ -32,6 +32,7 @@ class SCBenchTask:
     Attributes:
         source: a dataset's id, a folder with files such as `scbench_kv.jsonl`, or one such file.
         tasks: such as "kv". None: of a folder all that are there, of an id all.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str = setting("microsoft/SCBench", "scbench", SOURCE)
