@@ -20,12 +20,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bars
+from rich.table import Column as TableColumn
 
 from kvsurgery.display.pace import Pace, ProgressLines, whole_time
 from kvsurgery.display.progress import Progress
 from kvsurgery.display.table import Column, WideTable, room_of
 
 MOST_BLOCKS = 3  # of a table that is printed whole
+
+BAR_SHARE, SHORTEST_BAR = 6, 8  # a bar's part of the terminal, and its fewest columns
+# takes the room that is left, so that neither counts nor times are cut
+NOTE = TextColumn("{task.fields[note]}", table_column=TableColumn(ratio=1, no_wrap=True))
 
 # file names and results are printed as they are: nothing in them is markup
 stdout = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -125,7 +130,7 @@ def step_progress(label: str, clock: Callable[[], float] = time.monotonic, grace
             yield lines.update
         return
     start, pace, announced = clock(), Pace(clock), False
-    with _bar(label, None, MofNCompleteColumn(), TextColumn("{task.fields[note]}")) as (bar, task):
+    with _bar(label, None, MofNCompleteColumn(), NOTE) as (bar, task):
 
         def advance(done: int, total: int | None, note: str = "") -> None:
             nonlocal announced
@@ -161,11 +166,12 @@ def _lines(lines: ProgressLines) -> Generator[ProgressLines]:
 def _bar(label: str, total: int | None, *columns: ProgressColumn) -> Generator[tuple[Bars, TaskID]]:
     bar = Bars(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=max(stderr.width // BAR_SHARE, SHORTEST_BAR)),
         *columns,
         TextColumn("ETA"),
         TimeRemainingColumn(),
         console=stderr,
+        expand=NOTE in columns,
     )
     task = bar.add_task(label, total=total, note="")
     try:

@@ -172,6 +172,16 @@ class TestTerminal:
         assert "━" in text
         assert "loss 0.5000" in text
 
+    @pytest.mark.parametrize("width", [60, 80, 160])
+    def test_counts_and_times_are_whole(self, width, monkeypatch, clock):
+        monkeypatch.setattr(console, "stderr", Console(file=Terminal(), width=width, force_terminal=True))
+        note = "converted: longbench/multifieldqa_en, 100% right"
+        with console.step_progress("evaluating", clock) as advance:
+            advance(12_345, 56_789, note)
+        line = re.sub(r"\x1b\[[\d;?]*\w", "", console.stderr.file.getvalue()).split("\r")[-1].strip()
+        assert len(line) <= width
+        assert re.fullmatch(r"evaluating [━╺╸ ]+ 12345/56789 converted: .* ETA -:--:--", line), line
+
     def test_no_estimate_of_what_is_short(self, monkeypatch, clock):
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setattr(sys, "stderr", Terminal())
