@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 # words that several settings share
-SAMPLES = "number of prompts of each length (ruler: of each task and length)"
+SAMPLES = "number of prompts of each length, and of each of a task's subtasks"
 SOURCE = "a file, a folder or the Hub id of a dataset"
 THERE = "all that the source has"
 CHUNK_HELP = "tokens of a prompt that are read at once"
@@ -48,6 +48,11 @@ def text_setting() -> Any:
     """The text of prompts, as `Haystack.read` takes it."""
     help_text = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config]"
     return setting(None, "text", help_text, default="generated")
+
+
+def samples_setting(value: int | None = None, default: str | int | None = THERE) -> Any:
+    """The number of prompts, which limits every task."""
+    return setting(value, "samples", SAMPLES, default=default)
 
 
 def needles_setting() -> Any:

@@ -69,6 +69,7 @@ def benchmark(
         converted, original = load_models(folder, source, processes, dtype)
         part = (0, 1) if surgery.replicated else (processes.rank, processes.world)
         measured_contenders, left_out = usable_contenders(contenders(converted, original, part))
+        progress(0, None, "measuring the memory's bandwidth")
         bandwidth = read_bandwidth(converted.device)
         rows = measure(measured_contenders, work, bandwidth, progress, processes)
     return Bench(

@@ -135,7 +135,9 @@ def bench(
     else:
         _show(results)
     if out is not None:
-        console.stderr.print(f"wrote {write_report(out)}, bench.json and bench.csv")
+        with console.drawing_progress() as advance:
+            page = write_report(out, advance)
+        console.stderr.print(f"wrote {page}, bench.json and bench.csv")
 
 
 def _show(results: Bench) -> None:

@@ -10,19 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import Grouped, LocalPath
+from kvsurgery.cli.options import TASKS, Grouped, LocalPath, in_group
 from kvsurgery.cli.running import POSITIVE, quiet_transformers, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY
 
 if TYPE_CHECKING:
-    from kvsurgery.evaluate.results import Interval, Results, TaskResult
+    from kvsurgery.evaluate.results import Results, TaskResult
+
+NOTHING = "-"  # in place of what was not measured
 
 
 @click.command("eval", cls=Grouped)
 @click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id.")
 @out_option("report")
+@in_group(
+    TASKS,
+    click.option(
+        "--quick",
+        is_flag=True,
+        help="Ask only 8 needles, in text twice as long as what a head keeps: whether a small model is still good, in "
+        "about two minutes on one core. Further options change what is asked.",
+    ),
+)
 @task_options
 @click.option(
     "--tp",
@@ -34,7 +46,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def evaluate(
-    ctx: click.Context, folder: Path, source: str | None, out: Path, tp: int, as_json: bool, **options: Any
+    ctx: click.Context, folder: Path, source: str | None, out: Path, quick: bool, tp: int, as_json: bool, **options: Any
 ) -> None:
     """Ask the converted checkpoint DIR and the original the same questions, and compare the answers.
 
@@ -52,6 +64,7 @@ def evaluate(
     which must have been converted for that many processes.
 
     \b
+    kvsurgery eval ./llama3-duo --source ./llama3 --quick
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks longbench --longbench ./LongBench/data --batch 4
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K
@@ -62,7 +75,7 @@ def evaluate(
     from kvsurgery.cli.source import source_folder
     from kvsurgery.display import console
     from kvsurgery.evaluate.checkpoint import check_original, is_converted
-    from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
+    from kvsurgery.evaluate.quick import quick_options
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.report import write_report
@@ -72,7 +85,10 @@ def evaluate(
     quiet_transformers()
     check_output(out)
     check_new(out)
-    tasks = tasks_of(ctx)
+    if quick and source is None:
+        raise click.UsageError("--quick compares with the original: give it with --source")
+    preset = quick_options(folder) if quick else {}
+    tasks = tasks_of(ctx, preset)
     if is_converted(folder):
         models = {CONVERTED: folder}
         if source is not None:
@@ -84,7 +100,7 @@ def evaluate(
     else:
         raise click.UsageError(f"{folder} is not a converted checkpoint, so there is nothing to compare with {source}")
     check_neighbor(out, folder, benchmark.FILE)
-    run = replace(run_options(ctx, folder), tp=tp)
+    run = replace(run_options(ctx, folder, preset), tp=tp)
     with console.step_progress("evaluating") as advance:
         results = evaluate(
             models,
@@ -102,7 +118,8 @@ def evaluate(
     if isinstance(ruler, RulerTask) and ruler.tasks is None:
         for name, reason in ruler.left_out.items():
             console.stderr.print(f"ruler/{name} is left out: {in_flags(reason)}")
-    page = write_report(out)
+    with console.drawing_progress() as advance:
+        page = write_report(out, advance)
     console.stderr.print(f"wrote {page}, and results.json beside it")
     if as_json:
         click.echo(json.dumps(results.to_json(), indent=2))
@@ -125,27 +142,50 @@ def check_measured(tasks: Sequence[TaskResult], judged: int = 0) -> None:
 
 
 def _show(results: Results) -> None:
-    """The scores as a table, and what was left out."""
+    """The scores as a table with the KV bytes and a verdict on each, what was left out, and what follows from it."""
+    from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.display import console
+    from kvsurgery.report.findings import against_original
+    from kvsurgery.report.headlines import conclusion
 
     names = [*results.models]
-    columns = ["task", "metric", "samples", *names, *(["difference [95%]"] if len(names) == 2 else [])]
-    rows = [(task.task, task.metric, task.count, *cells(task, names)) for task in results.tasks]
-    console.stdout.print(console.table("Scores", columns, rows, left=2))
+    verdicts = ["against the original"] if len(names) == 2 else []
+    rows = []
+    for task in results.tasks:
+        finding = against_original(task) if task.scores else NOTHING
+        rows.append((task.task, task.metric, f"{task.count:,}", *scores(task, names), *[finding] * len(verdicts)))
+    title = "Scores"
+    if results.kv_bytes is not None and results.dense_bytes is not None:
+        title += f", and the KV cache of one sequence of {results.tokens:,} tokens"
+        sizes = {ORIGINAL: results.dense_bytes, CONVERTED: results.kv_bytes}
+        share = f"{results.kv_bytes / results.dense_bytes:.1%} of the original's"
+        rows.append(("KV cache", "bytes", "", *(console.size(sizes[name]) for name in names), *[share] * len(verdicts)))
+    columns = ["task", "metric", "samples", *names, *verdicts]
+    console.stdout.print(console.table(title, columns, rows, left=2, notes=len(verdicts)))
     for task in {task.task: task for task in results.tasks}.values():
         for reason, count in task.skipped.items():
             console.stderr.print(f"{task.task}: {count} sample{'s' * (count != 1)} left out, {reason}")
+    if sentence := conclusion(results):
+        console.stdout.print(in_flags(sentence))
 
 
-def cells(task: TaskResult, names: list[str]) -> Iterator[str]:
-    """Scores, shares as percentages, and of two models their difference, as points of these."""
-    factor, digits, unit = (1, 3, "") if task.metric == "perplexity" else (100, 1, "%")
+def scores(task: TaskResult, names: Sequence[str]) -> Iterator[str]:
+    """The scores of some models, shares as percentages."""
+    factor, digits, unit = _units(task)
     for name in names:
-        yield f"{factor * task.scores[name].mean:.{digits}f}{unit}" if name in task.scores else "-"
-    if len(names) == 2:
-        yield _signed(task.difference, factor, digits) if task.difference else "-"
+        yield f"{factor * task.scores[name].mean:.{digits}f}{unit}" if name in task.scores else NOTHING
 
 
-def _signed(difference: Interval, factor: int, digits: int) -> str:
-    mean, low, high = (f"{factor * value:+z.{digits}f}" for value in (difference.mean, difference.low, difference.high))
+def signed_difference(task: TaskResult) -> str:
+    """The difference of two models and its interval; of shares, as points."""
+    if task.difference is None:
+        return NOTHING
+    factor, digits, _ = _units(task)
+    values = (task.difference.mean, task.difference.low, task.difference.high)
+    mean, low, high = (f"{factor * value:+z.{digits}f}" for value in values)
     return f"{mean} [{low}, {high}]"
+
+
+def _units(task: TaskResult) -> tuple[int, int, str]:
+    """What a score is multiplied by, how many digits follow its point, and its unit."""
+    return (1, 3, "") if task.metric == PERPLEXITY else (100, 1, "%")

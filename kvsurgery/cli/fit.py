@@ -162,7 +162,7 @@ def _print_table(fit_result: Fit) -> None:
     quality = "score kept" if fit_result.losses is None else "divergence"
     title = f"Some of the {len(best)} Pareto-optimal policies in memory and {quality}, and the best of other widths"
     columns = ["", "full heads", *["budget"] * budgets, "bits", "KV cache", "total", quality]
-    console.stdout.print(console.table(title, columns, rows))
+    console.stdout.print(console.table(title, columns, rows, keys=2))
 
 
 def _plot(fit_result: Fit, name: str, path: Path) -> None:

@@ -23,9 +23,9 @@ from kvsurgery.cli.options import LocalPath
 def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     """Write a page of results, or of several checkpoints and sweeps side by side.
 
-    Each DIR is a folder that eval, bench or sweep wrote. For a single DIR of eval or bench, its page is written there
-    again. For several, or for a sweep, OUT gets a page with a table of the checkpoints, the settings of each sweep, and
-    a chart of quality against the bytes of the KV cache.
+    Each DIR is a folder that eval, bench or sweep wrote. For a single DIR, its page is written there again. For
+    several, OUT gets a page with a table of the checkpoints, the settings of each sweep, and a chart of quality against
+    the bytes of the KV cache.
 
     All results must be of one original and of the same samples; others are refused. Differences in settings, versions
     or devices are listed on the page.
@@ -36,19 +36,22 @@ def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     kvsurgery report report-50 sweep/
     """
     from kvsurgery.display import console
-    from kvsurgery.report import write_comparison, write_report
+    from kvsurgery.report import write_comparison, write_report, write_sweep
     from kvsurgery.report.folder import is_sweep
     from kvsurgery.report.writing import PAGE
 
-    if len(folders) == 1 and not is_sweep(folders[0]):
-        if ctx.get_parameter_source("out") is ParameterSource.COMMANDLINE:
-            raise click.UsageError("--out is for a comparison; the page of a single DIR is written there, leave it out")
-        page, notices = write_report(folders[0]), ()
-        verb = "wrote"
-    else:
-        verb = "replaced" if (out / PAGE).exists() else "wrote"
-        page, comparison = write_comparison(folders, out)
-        notices = comparison.notices
+    is_typed = ctx.get_parameter_source("out") is ParameterSource.COMMANDLINE
+    is_one, notices, verb = len(folders) == 1, (), "wrote"
+    is_one_sweep = is_one and is_sweep(folders[0])
+    if is_one and is_typed and not is_one_sweep:
+        raise click.UsageError("--out is for a comparison; the page of a single DIR is written there, leave it out")
+    with console.drawing_progress() as advance:
+        if is_one and not is_typed:
+            page = (write_sweep if is_one_sweep else write_report)(folders[0], advance)
+        else:
+            verb = "replaced" if (out / PAGE).exists() else "wrote"
+            page, comparison = write_comparison(folders, out, advance)
+            notices = comparison.notices
     for notice in notices:
         console.stderr.print(notice)
     console.stderr.print(f"{verb} {page}")

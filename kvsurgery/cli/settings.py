@@ -66,10 +66,19 @@ def setting_options(kinds: Kinds, group: str) -> Callable[[Any], Any]:
     return decorate
 
 
-def given_settings(ctx: click.Context, kind: type[Any]) -> dict[str, Any]:
-    """The fields of a dataclass that were typed."""
-    settings = settings_of(kind).items()
-    return {field: ctx.params[setting.option] for field, setting in settings if _is_typed(ctx, setting.option)}
+def given_settings(ctx: click.Context, kind: type[Any], preset: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The fields of a dataclass that were typed, or else that a preset has a value for, by option."""
+    settings = {field: setting.option for field, setting in settings_of(kind).items()}
+    return {
+        field: chosen(ctx, option, preset)
+        for field, option in settings.items()
+        if _is_typed(ctx, option) or option in preset
+    }
+
+
+def chosen(ctx: click.Context, option: str, preset: Mapping[str, Any]) -> Any:
+    """The value of an option: as it was typed, or else a preset's, or else its default."""
+    return ctx.params[option] if _is_typed(ctx, option) else preset.get(option, ctx.params[option])
 
 
 def foreign_options(ctx: click.Context, kinds: Kinds, chosen_owners: Collection[str]) -> Iterator[tuple[str, str]]:

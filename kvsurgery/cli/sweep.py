@@ -19,8 +19,7 @@ from kvsurgery.errors import OutputError
 from kvsurgery.recipe import Recipe
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from kvsurgery.display.table import WideTable
     from kvsurgery.evaluate.sweep_results import Sweep
 
 
@@ -48,10 +47,10 @@ def sweep(
     its KV cache and removed, one at a time. The original is evaluated once. Settings without a valid policy are left
     out with the reason, and settings with equal policies are evaluated once.
 
-    OUT holds sweep.json, sweep.csv and sweep.png: quality against the bytes of the KV cache, with the original's score
-    as a line. Rings mark settings that no smaller setting matches. Bars are 95% intervals of the difference to the
-    original. To continue an interrupted run, give the same command again; with more values on an axis, only new
-    settings are computed.
+    OUT holds a report page, sweep.json, sweep.csv and sweep.png: quality against the bytes of the KV cache, with the
+    original's score as a line. Rings mark settings that no smaller setting matches. Bars are 95% intervals of the
+    difference to the original. To continue an interrupted run, give the same command again; with more values on an
+    axis, only new settings are computed.
 
     \b
     kvsurgery sweep ./llama3 --profile duo.safetensors --sparsity 0.25,0.5,0.75 --kv-bits 16,4 --tasks needle
@@ -63,8 +62,8 @@ def sweep(
     from kvsurgery.cli.source import request_of
     from kvsurgery.display import console
     from kvsurgery.evaluate.sweep import Grid, sweep
+    from kvsurgery.report import write_sweep
     from kvsurgery.report.folder import check_new, check_output, has_page
-    from kvsurgery.report.sweep_charts import quality
     from kvsurgery.system.processes import is_first
 
     axes = {name: values for name in AXES if (values := options[name]) is not None}
@@ -97,14 +96,15 @@ def sweep(
     if not is_first():
         return
     results = _with_options(raw_results)
-    quality(results).save(out)
+    with console.drawing_progress() as advance:
+        page = write_sweep(out, advance)
     if as_json:
         click.echo(json.dumps(results.to_json(), indent=2))
     else:
         _show(results)
     for line in _notes(results):
         console.stderr.print(line)
-    console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv")
+    console.stderr.print(f"wrote {page}, sweep.png, sweep.json and sweep.csv")
     check_measured([task for point in results.points for task in point.tasks])
 
 
@@ -134,9 +134,9 @@ def _show(results: Sweep) -> None:
     console.stdout.print(table if console.fits(table) else _table(results, has_differences=False))
 
 
-def _table(results: Sweep, *, has_differences: bool) -> Table:
+def _table(results: Sweep, *, has_differences: bool) -> WideTable:
     """A row for each setting, the original's first."""
-    from kvsurgery.cli.evaluate import cells
+    from kvsurgery.cli.evaluate import scores, signed_difference
     from kvsurgery.display import console
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
     from kvsurgery.evaluate.sweep_results import named, varied
@@ -147,7 +147,7 @@ def _table(results: Sweep, *, has_differences: bool) -> Table:
     original_row = [ORIGINAL, *[""] * (len(varying) - 1), console.size(results.dense_bytes), "100.0%"]
     for title, result in zip(titles(results.original).values(), results.original, strict=True):
         columns += [title, *["difference [95%]"] * has_differences]
-        original_row += [*cells(result, [ORIGINAL]), *[""] * has_differences]
+        original_row += [*scores(result, [ORIGINAL]), *[""] * has_differences]
     rows = [original_row]
     for point in results.points:
         row = [point.options[name] for name in varying]
@@ -156,14 +156,13 @@ def _table(results: Sweep, *, has_differences: bool) -> Table:
             continue
         row += [console.size(point.kv_bytes), f"{point.kv_bytes / results.dense_bytes:.1%}"]
         for result in point.tasks:
-            _, score, difference = cells(result, [ORIGINAL, CONVERTED])
-            row += [score, *[difference] * has_differences]
+            row += [*scores(result, [CONVERTED]), *[signed_difference(result)] * has_differences]
         rows.append(row)
     constants = named({name: values[0] for name, values in results.axes.items() if name not in varying})
     title = (
         f"Quality against the KV cache of one sequence of {results.tokens:,} tokens{constants and ', with '}{constants}"
     )
-    return console.table(title, columns, rows, left=0)
+    return console.table(title, columns, rows, left=0, keys=len(varying))
 
 
 def _notes(results: Sweep) -> Iterator[str]:

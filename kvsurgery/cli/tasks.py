@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import click
 
 from kvsurgery.cli.options import TASKS, LocalPath, Several, Tokens, in_group
 from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, seed_option
-from kvsurgery.cli.settings import foreign_options, given_settings, setting_options
+from kvsurgery.cli.settings import chosen, foreign_options, given_settings, setting_options
 from kvsurgery.evaluate.tasks import task_classes
 from kvsurgery.setting import CHUNK_HELP
 
@@ -31,7 +31,9 @@ def task_options(command: Any) -> Any:
             help=f"Any of {', '.join(names)}.",
         ),
         click.option(
-            "--limit", type=POSITIVE, help="Maximum number of samples of each task, or of each of its subtasks."
+            "--limit",
+            type=POSITIVE,
+            help="Maximum number of prompts of each task over all lengths, or of each of its subtasks.",
         ),
         click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Number of samples per batch."),
         click.option("--chunk", type=Tokens(1), help=f"{CHUNK_HELP.capitalize()}.  [default: (all)]"),
@@ -53,27 +55,31 @@ def out_option(default: str) -> Callable[[Any], Any]:
     )
 
 
-def tasks_of(ctx: click.Context) -> dict[str, Task]:
+def tasks_of(ctx: click.Context, preset: Mapping[str, Any] = {}) -> dict[str, Task]:
     """The chosen tasks by name, checked as far as that needs no model.
+
+    Args:
+        preset: values by option, for those that were not typed.
 
     Raises:
         UsageError: an option belongs to tasks that are not asked for.
         KVSurgeryError: a setting is out of range, or an input cannot be read.
     """
-    task_names, classes = ctx.params["tasks"], task_classes()
+    task_names, classes = chosen(ctx, "tasks", preset), task_classes()
     for option, owners in foreign_options(ctx, classes, task_names):
         raise click.UsageError(
             f"{option} is an option of {owners}, which --tasks does not name: add it, or leave the option out"
         )
-    tasks = {name: classes[name](**given_settings(ctx, classes[name])) for name in task_names}
+    tasks = {name: classes[name](**given_settings(ctx, classes[name], preset)) for name in task_names}
     for task in tasks.values():
         task.check()
     return tasks
 
 
-def run_options(ctx: click.Context, folder: Path) -> Options:
-    """The options of a run on a checkpoint."""
+def run_options(ctx: click.Context, folder: Path, preset: Mapping[str, Any] = {}) -> Options:
+    """The options of a run on a checkpoint; `preset` as in `tasks_of`."""
     from kvsurgery.evaluate.options import Options
 
     dtype = chosen_dtype(ctx.params["dtype"], folder, ctx.params["device"])
-    return Options(**{name: ctx.params[name] for name in ("limit", "batch", "chunk", "seed")}, dtype=dtype)
+    values = {name: chosen(ctx, name, preset) for name in ("limit", "batch", "chunk", "seed")}
+    return Options(**values, dtype=dtype)

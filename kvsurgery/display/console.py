@@ -8,9 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -22,14 +20,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bars
-from rich.table import Table
+from rich.table import Column as TableColumn
 
 from kvsurgery.display.pace import Pace, ProgressLines, whole_time
 from kvsurgery.display.progress import Progress
+from kvsurgery.display.table import Column, WideTable, room_of
 
-USUAL = 80  # columns of a terminal
-FILE_WIDTH = 120  # columns of a table in a file
-WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
+MOST_BLOCKS = 3  # of a table that is printed whole
+
+BAR_SHARE, SHORTEST_BAR = 6, 8  # a bar's part of the terminal, and its fewest columns
+# takes the room that is left, so that neither counts nor times are cut
+NOTE = TextColumn("{task.fields[note]}", table_column=TableColumn(ratio=1, no_wrap=True))
 
 # file names and results are printed as they are: nothing in them is markup
 stdout = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -41,42 +42,44 @@ def colored() -> bool:
     return stdout.is_terminal and stdout.color_system is not None and not stdout.no_color
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> Table:
-    """A table whose first `left` columns are text and the rest numbers, aligned right; as wide as it has to be.
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    left: int = 1,
+    notes: int = 0,
+    keys: int | None = None,
+) -> WideTable:
+    """A table whose first `left` and last `notes` columns are text and the rest numbers, aligned right.
 
-    One that is wider than usual terminals gets narrow gaps, and headings with each word on a line of its own.
+    Args:
+        keys: columns that say which row it is, and are repeated where a table is printed in several blocks; by default
+            the first `left` ones.
     """
     texts = [[str(cell) for cell in row] for row in rows]
-    result = _table(title, columns, texts, left, compact=False)
-    return result if _width(result) <= USUAL else _table(title, columns, texts, left, compact=True)
-
-
-def fits(content: Table) -> bool:
-    """Whether a table is no wider than the terminal, or than usual ones, or in a file than `FILE_WIDTH`."""
-    return _width(content) <= (max(stdout.width, USUAL) if stdout.file.isatty() else FILE_WIDTH)
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, *, compact: bool) -> Table:
-    result = Table(
-        title=title,
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        title_style="bold",
-        pad_edge=False,
-        collapse_padding=compact,
+    return WideTable(
+        title,
+        tuple(
+            Column(heading, tuple(row[place] for row in texts), not left <= place < len(columns) - notes)
+            for place, heading in enumerate(columns)
+        ),
+        keys=max(left if keys is None else keys, 1),
     )
-    for index, column in enumerate(columns):
-        heading = column.replace(" ", "\n") if compact else column
-        result.add_column(heading, justify="left" if index < left else "right", no_wrap=True)
-    for row in rows:
-        result.add_row(*row)
-    result.width = _width(result)
-    return result
 
 
-def _width(content: Table) -> int:
-    """Columns that a table takes where there is room."""
-    return Measurement.get(stdout, stdout.options.update(width=WIDEST), content).maximum
+def fits(content: WideTable) -> bool:
+    """Whether a table takes few blocks where stdout goes."""
+    return len(content.blocks(room_of(stdout))) <= MOST_BLOCKS
+
+
+GRACE = 2.0  # seconds that people wait without a word
+
+
+@contextmanager
+def drawing_progress() -> Generator[Progress]:
+    """Show the progress of the pictures of a page where they take longer than a moment."""
+    with step_progress("drawing", grace=GRACE) as advance:
+        yield advance
 
 
 @contextmanager
@@ -111,24 +114,28 @@ def byte_progress(
 
 
 @contextmanager
-def step_progress(label: str, clock: Callable[[], float] = time.monotonic) -> Generator[Progress]:
+def step_progress(label: str, clock: Callable[[], float] = time.monotonic, grace: float = 0.0) -> Generator[Progress]:
     """Show the progress of counted steps, each with a note.
 
     Long work has an estimate of the whole after its first step.
+
+    Args:
+        grace: seconds before anything is shown; work that ends within them shows nothing.
 
     Yields:
         What to call with steps done, of how many, and the note.
     """
     if not draws_bars():
-        with _lines(ProgressLines(label, str, _say, clock, announce=True)) as lines:
+        with _lines(ProgressLines(label, str, _say, clock, announce=True, grace=grace)) as lines:
             yield lines.update
         return
-    pace, announced = Pace(clock), False
-    with _bar(label, None, MofNCompleteColumn(), TextColumn("{task.fields[note]}")) as (bar, task):
+    start, pace, announced = clock(), Pace(clock), False
+    with _bar(label, None, MofNCompleteColumn(), NOTE) as (bar, task):
 
         def advance(done: int, total: int | None, note: str = "") -> None:
             nonlocal announced
-            bar.start()
+            if clock() - start >= grace:
+                bar.start()
             bar.update(task, completed=done, total=total, note=note)
             if not announced and (estimate := pace.estimate(done, total)):
                 announced = True
@@ -159,11 +166,12 @@ def _lines(lines: ProgressLines) -> Generator[ProgressLines]:
 def _bar(label: str, total: int | None, *columns: ProgressColumn) -> Generator[tuple[Bars, TaskID]]:
     bar = Bars(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=max(stderr.width // BAR_SHARE, SHORTEST_BAR)),
         *columns,
         TextColumn("ETA"),
         TimeRemainingColumn(),
         console=stderr,
+        expand=NOTE in columns,
     )
     task = bar.add_task(label, total=total, note="")
     try:

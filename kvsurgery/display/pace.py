@@ -48,6 +48,7 @@ class ProgressLines:
         say: prints a line.
         clock: seconds from some moment on.
         announce: whether the first step is followed by an estimate of the whole.
+        grace: seconds without a line; work that ends within them has none.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class ProgressLines:
         say: Callable[[str], None],
         clock: Callable[[], float],
         announce: bool,
+        grace: float = 0.0,
     ):
-        self.label, self.count, self.say, self.announce = label, count, say, announce
+        self.label, self.count, self.say, self.announce, self.grace = label, count, say, announce, grace
+        self.start, self.is_silent = clock(), grace > 0
         self.pace = Pace(clock)
         self.last_line_time = self.pace.start
         self.last: tuple[int, int | None, str] | None = None
@@ -67,9 +70,11 @@ class ProgressLines:
     def update(self, done: int, total: int | None, note: str = "") -> None:
         """Tell what is done, of how many, and how it goes; from any thread."""
         with self.lock:
-            is_beginning = self.last is None and done == 0
+            is_beginning = self.is_silent or (self.last is None and done == 0)
             self.last = done, total, note
             estimate, now = self.pace.estimate(done, total), self.pace.clock()
+            if now - self.start < self.grace:
+                return
             if done == total:  # `close` says so
                 return
             if self.announce and estimate and (text := whole_time(estimate[0])):
@@ -80,12 +85,12 @@ class ProgressLines:
 
     def close(self) -> None:
         """Say how far the work came, if any of it is done."""
-        if self.last is not None and self.last[0]:
+        if self.last is not None and self.last[0] and not self.is_silent:
             self.say(self._line(*self.last))
 
     def _say(self, line: str, now: float) -> None:
         self.say(line)
-        self.last_line_time = now
+        self.last_line_time, self.is_silent = now, False
 
     def _line(self, done: int, total: int | None, note: str) -> str:
         if not done and total is None:

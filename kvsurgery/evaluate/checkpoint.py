@@ -108,12 +108,7 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
     config = read_config(folder)
     converted = "kv_surgery" in config
     if converted and not stock:
-        counts = KVLayout.from_config(config).processes
-        if tp not in counts:
-            raise CheckpointError(
-                f"{tp} processes are to share {folder}, which was converted for {' or '.join(map(str, counts))}; start "
-                f"as many, or convert it with `tp` {tp}"
-            )
+        check_processes(folder, tp)
     name = auto_class(config) if converted else [*Family.of(config).classes][-1]
     options = tensor_parallel(device, tp) if tp > 1 else {}
     if converted and not stock:
@@ -131,6 +126,21 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
     pad_token = defaults.pad_token_id if defaults.pad_token_id is not None else [*ends, 0][0]
     model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=pad_token)
     return model
+
+
+def check_processes(folder: str | Path, tp: int) -> None:
+    """Check that a checkpoint, if it is converted, was converted for this many processes that share it.
+
+    Raises:
+        CheckpointError: it was not.
+    """
+    config = read_config(folder)
+    counts = KVLayout.from_config(config).processes if "kv_surgery" in config else (tp,)
+    if tp not in counts:
+        raise CheckpointError(
+            f"{tp} processes are to share {folder}, which was converted for {' or '.join(map(str, counts))}; start "
+            f"as many, or convert it with `tp` {tp}"
+        )
 
 
 def fingerprint(folder: str | Path) -> str:

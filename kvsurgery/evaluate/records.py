@@ -6,6 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from blake3 import blake3
 from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import OutputError, cut, short
+from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.results import SETTINGS, read_settings
-from kvsurgery.evaluate.sample import Sample
+from kvsurgery.evaluate.sample import Sample, Task
 from kvsurgery.evaluate.tasks import task_classes
 from kvsurgery.setting import settings_of
 from kvsurgery.system.files import differences, write_whole
@@ -105,6 +107,20 @@ def versions(device: str) -> dict[str, str]:
         "numpy": np.__version__,
         "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
     }
+
+
+def recorded_tasks(tasks: Mapping[str, Task]) -> dict[str, Any]:
+    """The settings of tasks by name, in plain JSON values."""
+    return {name: json.loads(json.dumps(asdict(task), default=str)) for name, task in tasks.items()}
+
+
+def run_settings(tasks: Mapping[str, Any], options: Options, device: str) -> dict[str, Any]:
+    """What an evaluation's `settings.json` says of it, besides its samples and models.
+
+    Args:
+        tasks: as `recorded_tasks` gives them.
+    """
+    return {"tasks": tasks, "options": options.settings, "versions": versions(device)}
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:

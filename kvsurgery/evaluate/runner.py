@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,30 @@ from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError
 from kvsurgery.evaluate.answering import Respondent, free
-from kvsurgery.evaluate.checkpoint import copy_code, fingerprint, load, reader_of
+from kvsurgery.evaluate.checkpoint import (
+    check_processes,
+    copy_code,
+    fingerprint,
+    load,
+    read_text_config,
+    reader_of,
+)
 from kvsurgery.evaluate.held import with_kv_bytes
 from kvsurgery.evaluate.judging import write_judged
 from kvsurgery.evaluate.options import Options
-from kvsurgery.evaluate.records import check_settings, prompt_record, read_answers, versions, write_settings
+from kvsurgery.evaluate.records import (
+    check_settings,
+    prompt_record,
+    read_answers,
+    recorded_tasks,
+    run_settings,
+    write_settings,
+)
 from kvsurgery.evaluate.results import CONVERTED, FILE, SAMPLES, SETTINGS, Results, read_settings
-from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, limited_samples
+from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, distinct, limited_samples
 from kvsurgery.evaluate.standing import Steps, standing
 from kvsurgery.evaluate.statistics import skip_counts, task_result
-from kvsurgery.evaluate.trial import Trial
+from kvsurgery.evaluate.trial import Trial, needs_choice
 from kvsurgery.system.files import write_whole
 from kvsurgery.system.json_lines import append_lines, lines
 from kvsurgery.system.processes import Processes, started_processes
@@ -77,24 +91,86 @@ class Evaluation:
             raise KVSurgeryError(
                 f"{options.tp} processes are to share the models, {processes.world} were started; start {options.tp}"
             )
+        if not tasks:
+            raise KVSurgeryError("there is no task to run; name some, such as needle")
         if processes.rank == 0:
             progress(0, None, f"loading {checkpoint}")
         with processes.first():
             reader = reader_of(checkpoint, options.seed)
         trial = Trial(Path(folder), checkpoint, reader, options, processes, progress, note)
-        tasks = trial.with_needle_choices(tasks)
+        tasks = trial.with_recorded_choices(tasks)
         with processes.first():
-            samples = []
-            for sample in limited_samples(tasks, reader, options.limit):
-                samples.append(sample)
-                if processes.rank == 0:
-                    progress(0, None, f"made {len(samples):,} prompts, the last of {sample.task}")
-        task_settings = {name: json.loads(json.dumps(asdict(task), default=str)) for name, task in tasks.items()}
-        evaluation = cls(Path(folder), tuple(samples), reader, options, task_settings, processes)
+            if processes.rank == 0 and (Path(folder) / SETTINGS).exists():
+                check_settings(Path(folder), run_settings(recorded_tasks(tasks), options, processes.device))
+        made: dict[str, list[Sample]] = {}
+        # a trial loads a model, and what may be wrong with other tasks is found before
+        cls._make(made, tasks, reader, options, processes, progress)
+        tasks = trial.with_needle_choices(tasks)
+        cls._make(made, tasks, reader, options, processes, progress)
+        samples = tuple(distinct(sample for name in tasks for sample in made[name]))
+        evaluation = cls(Path(folder), samples, reader, options, recorded_tasks(tasks), processes)
         with processes.first():
             if processes.rank == 0:
                 evaluation._begin(file)
         return evaluation
+
+    @staticmethod
+    def _make(
+        made: dict[str, list[Sample]],
+        tasks: Mapping[str, Task],
+        reader: Reader,
+        options: Options,
+        processes: Processes,
+        progress: Progress,
+    ) -> None:
+        """Make the samples of the tasks that have none, but for those whose needles are not chosen."""
+        with processes.first():
+            for name, task in tasks.items():
+                if name in made or needs_choice(task):
+                    continue
+                made[name] = []
+                for sample in limited_samples({name: task}, reader, options.limit):
+                    made[name].append(sample)
+                    if processes.rank == 0:
+                        count = sum(map(len, made.values()))
+                        progress(0, None, f"made {count:,} prompts, the last of {sample.task}")
+
+    @property
+    def plan(self) -> str:
+        """How many prompts each model answers, in one line."""
+        counts = Counter(sample.task.partition("/")[0] for sample in self.samples)
+        parts = ", ".join(f"{count:,} of {task}" for task, count in counts.items())
+        longest = max(len(sample.tokens) for sample in self.samples)
+        prompts = f"{len(self.samples):,} prompt{'s' * (len(self.samples) != 1)}"
+        return f"{prompts} for each model, of at most {longest:,} tokens: {parts}"
+
+    def enter(self, name: str, checkpoint: str | Path) -> None:
+        """Record which model a name stands for, or check that it is the same one; only the first process does it.
+
+        Raises:
+            KVSurgeryError: the folder has answers of another model by this name, or damaged ones; the model has another
+                vocabulary, or was not converted for this many processes.
+        """
+        check_processes(checkpoint, self.options.tp)
+        if (rows := read_text_config(checkpoint).vocab_size) != self.reader.vocabulary:
+            raise KVSurgeryError(
+                f"{checkpoint} has a vocabulary of {rows} tokens, the samples are made for {self.reader.vocabulary}: "
+                "it is of another model"
+            )
+        settings, digest = read_settings(self.folder), fingerprint(checkpoint)
+        model_entry = settings["models"].get(name)
+        if model_entry is None:
+            facts = inspect_checkpoint(Path(checkpoint), str(checkpoint)).to_json()
+            original = original_fingerprint(Path(checkpoint))
+            entry = {"path": str(checkpoint), "fingerprint": digest, "original": original, "checkpoint": facts}
+            settings["models"][name] = entry
+            write_settings(self.folder, settings)
+        elif model_entry["fingerprint"] != digest:
+            raise OutputError(
+                f"{self.folder} holds answers of another {name} model, {model_entry['path']}: {checkpoint} has other "
+                "weights, configs or heads; give another folder"
+            )
+        self.answers(name)
 
     def answer(self, name: str, checkpoint: str | Path, progress: Progress = silent) -> None:
         """Let a model answer the samples that it has not answered yet.
@@ -110,7 +186,7 @@ class Evaluation:
         """
         with self.processes.first():
             if self.processes.rank == 0:
-                self._enter(name, checkpoint)
+                self.enter(name, checkpoint)
             records_by_key = self.answers(name)
         records = list(records_by_key.values())
         batches = [
@@ -130,11 +206,6 @@ class Evaluation:
 
         report("loading")
         model = load(checkpoint, device=self.processes.device, dtype=self.options.dtype, tp=self.options.tp)
-        if (rows := model.config.get_text_config().vocab_size) != self.reader.vocabulary:
-            raise KVSurgeryError(
-                f"{checkpoint} has a vocabulary of {rows} tokens, the samples are made for {self.reader.vocabulary}: "
-                "it is of another model"
-            )
         respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.options.tp > 1)
         workers = Processes() if self.options.tp > 1 else self.processes  # those that share a model answer all together
         for start in range(0, len(batches), workers.world):
@@ -213,9 +284,7 @@ class Evaluation:
         """Write settings and samples, or check that the folder has the same ones."""
         content = lines(prompt_record(sample, self.reader.tokenizer) for sample in self.samples)
         settings = {
-            "tasks": self.tasks,
-            "options": self.options.settings,
-            "versions": versions(self.processes.device),
+            **run_settings(self.tasks, self.options, self.processes.device),
             "samples": blake3(content.encode()).hexdigest()[:32],
         }
         try:
@@ -228,22 +297,6 @@ class Evaluation:
                 write_settings(self.folder, {**settings, "file": file, "models": {}})
         except OSError as error:
             raise OutputError(f"cannot write {self.folder}: {error.strerror}") from error
-
-    def _enter(self, name: str, checkpoint: str | Path) -> None:
-        """Record which model a name stands for, or check that it is the same one."""
-        settings, digest = read_settings(self.folder), fingerprint(checkpoint)
-        model_entry = settings["models"].get(name)
-        if model_entry is None:
-            facts = inspect_checkpoint(Path(checkpoint), str(checkpoint)).to_json()
-            original = original_fingerprint(Path(checkpoint))
-            entry = {"path": str(checkpoint), "fingerprint": digest, "original": original, "checkpoint": facts}
-            settings["models"][name] = entry
-            write_settings(self.folder, settings)
-        elif model_entry["fingerprint"] != digest:
-            raise OutputError(
-                f"{self.folder} holds answers of another {name} model, {model_entry['path']}: {checkpoint} has other "
-                "weights, configs or heads; give another folder"
-            )
 
 
 @contextmanager
@@ -294,6 +347,11 @@ def evaluate(
     """
     first_checkpoint = next(iter(models.values()))
     with started_evaluation(folder, first_checkpoint, tasks, options, device, progress, note) as evaluation:
+        with evaluation.processes.first():
+            if evaluation.processes.rank == 0:
+                for name, checkpoint in models.items():
+                    evaluation.enter(name, checkpoint)
+                note(evaluation.plan)
         steps = Steps(progress, len(evaluation.samples), len(models))
         for place, (name, checkpoint) in enumerate(models.items()):
             evaluation.answer(name, checkpoint, steps.of(place, name))

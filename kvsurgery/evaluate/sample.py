@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -165,21 +166,38 @@ class Task(Protocol):
         """
 
 
+def fewest(*limits: int | None) -> int | None:
+    """The smallest of some limits. None: no limit."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def limited_samples(tasks: Mapping[str, Task], reader: Reader, limit: int | None) -> Iterator[Sample]:
     """The samples of all tasks; of each `Sample.task`, the first ones up to a limit.
 
     Raises:
-        KVSurgeryError: there is no task, one has no samples, or two samples have one name.
+        KVSurgeryError: a task has no samples, or two samples have one name.
     """
-    if not tasks:
-        raise KVSurgeryError("there is no task to run; name some, such as needle")
+    return distinct(chain.from_iterable(_some_samples(name, task, reader, limit) for name, task in tasks.items()))
+
+
+def distinct(samples: Iterable[Sample]) -> Iterator[Sample]:
+    """The samples as they are.
+
+    Raises:
+        KVSurgeryError: two of them have one name.
+    """
     seen_keys: set[tuple[str, str]] = set()
-    for name, task in tasks.items():
-        count_before = len(seen_keys)
-        for sample in task.samples(reader, limit):
-            if sample.key in seen_keys:
-                raise KVSurgeryError(f"{sample.task} has two samples of the name {sample.name}")
-            seen_keys.add(sample.key)
-            yield sample
-        if len(seen_keys) == count_before:
-            raise KVSurgeryError(f"{name} has no samples; check its options and files")
+    for sample in samples:
+        if sample.key in seen_keys:
+            raise KVSurgeryError(f"{sample.task} has two samples of the name {sample.name}")
+        seen_keys.add(sample.key)
+        yield sample
+
+
+def _some_samples(name: str, task: Task, reader: Reader, limit: int | None) -> Iterator[Sample]:
+    is_empty = True
+    for sample in task.samples(reader, limit):
+        is_empty = False
+        yield sample
+    if is_empty:
+        raise KVSurgeryError(f"{name} has no samples; check its options and files")

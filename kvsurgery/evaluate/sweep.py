@@ -158,6 +158,8 @@ def sweep(
         with processes.first():
             if any(map(evaluation.missing, distinct_settings)):
                 check_space(evaluation.folder, first_setting.prepared.checkpoint.size)
+            if processes.rank == 0:
+                note(f"{evaluation.plan}; {1 + len(distinct_settings)} models")
         steps = Steps(progress if processes.rank == 0 else silent, len(evaluation.samples), 1 + len(distinct_settings))
         evaluation.answer(ORIGINAL, grid.source, steps.of(0, ORIGINAL))
         for number, setting in enumerate(distinct_settings.values(), 1):

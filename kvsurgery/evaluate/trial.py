@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from kvsurgery.display.progress import Progress
 from kvsurgery.errors import TextError
@@ -46,29 +46,42 @@ class Trial:
     progress: Progress
     note: Callable[[str], None]
 
+    def with_recorded_choices(self, tasks: Mapping[str, Task]) -> dict[str, Task]:
+        """The tasks, with the needle sets that an evaluation that goes on has recorded.
+
+        Raises:
+            OutputError: the folder's settings cannot be read.
+        """
+        recorded = self.processes.agree(self._recorded_choices() if self.processes.rank == 0 else None)
+        return {
+            name: self._chosen(task, NeedleChoice(**recorded[name]))
+            if needs_choice(task) and name in recorded
+            else task
+            for name, task in tasks.items()
+        }
+
     def with_needle_choices(self, tasks: Mapping[str, Task]) -> dict[str, Task]:
         """The tasks, with a needle set chosen for each task that leaves it to a trial.
-
-        An evaluation that goes on keeps the choice that its settings record.
 
         Raises:
             TextError: the model answers no set, or the sets cannot be asked.
             KVSurgeryError: it cannot be loaded.
         """
-        return {name: self._with_choice(name, task) if _needs_choice(task) else task for name, task in tasks.items()}
+        return {
+            name: self._chosen(task, self._choose(task)) if needs_choice(task) else task for name, task in tasks.items()
+        }
 
-    def _with_choice(self, name: str, task: NeedleTask) -> NeedleTask:
-        choice = self.processes.agree(self._recorded_choice(name) if self.processes.rank == 0 else None)
-        choice = choice or self._choose(task)
+    def _chosen(self, task: NeedleTask, choice: NeedleChoice) -> NeedleTask:
         if self.processes.rank == 0:
             self.note(str(choice))
         return replace(task, choice=choice)
 
-    def _recorded_choice(self, name: str) -> NeedleChoice | None:
+    def _recorded_choices(self) -> dict[str, Any]:
+        """The fields of a choice by task."""
         if not (self.folder / SETTINGS).exists():
-            return None
-        choice_fields = (read_settings(self.folder).get("tasks", {}).get(name) or {}).get("choice")
-        return choice_fields and NeedleChoice(**choice_fields)
+            return {}
+        tasks = read_settings(self.folder).get("tasks", {})
+        return {name: fields["choice"] for name, fields in tasks.items() if (fields or {}).get("choice")}
 
     def _choose(self, task: NeedleTask) -> NeedleChoice:
         with self.processes.first():
@@ -100,5 +113,6 @@ class Trial:
         return sum(workers.gather([sum(score > RIGHT for score in scores)]))
 
 
-def _needs_choice(task: Task) -> TypeGuard[NeedleTask]:
+def needs_choice(task: Task) -> TypeGuard[NeedleTask]:
+    """Whether a task leaves its needle set to a trial."""
     return isinstance(task, NeedleTask) and task.needles == AUTO and task.choice is None

@@ -1,7 +1,7 @@
 """The report: the results of evaluations, benchmarks and sweeps, as pages that need no network, and as pictures."""
 
-from kvsurgery.report.comparing import write_comparison
+from kvsurgery.report.comparing import write_comparison, write_sweep
 from kvsurgery.report.section import card_files
 from kvsurgery.report.writing import write_report
 
-__all__ = ["card_files", "write_comparison", "write_report"]
+__all__ = ["card_files", "write_comparison", "write_report", "write_sweep"]

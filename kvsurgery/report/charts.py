@@ -135,6 +135,27 @@ def curve(
     names_above(axes)
 
 
+def bars(
+    axes: Axes, values: Mapping[str, float], look: Mapping[str, Mapping[str, Any]], text: Callable[[float], str]
+) -> None:
+    """A bar for each name, from zero on, with its value at the end: what is known at one length only.
+
+    Args:
+        text: a value as people read it.
+    """
+    names = [*values]
+    colors = [look[name]["color"] for name in names]
+    axes.barh(range(len(names)), [values[name] for name in names], height=0.62, color=colors)
+    for place, name in enumerate(names):
+        value = axes.annotate(text(values[name]), (values[name], place), (4, 0), textcoords="offset points")
+        value.set(ha="left", va="center", fontsize=FONT - 1, color=LIGHT["ink"])
+    axes.set_yticks(range(len(names)), [label(name) for name in names], parse_math=False)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, 1.45 * max(values.values()))  # room for the text of the longest
+    axes.set_xticks([])
+    axes.grid(False)
+
+
 def byte_axis(axis: Axis, base: int, most: int = 8) -> None:
     """Label a logarithmic axis of bytes, after data and margins, at `most` powers of `base` or fewer; at even steps
     where it is too short for two of them."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvsurgery.bench.results import Bench
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import OutputError
 from kvsurgery.evaluate.results import CONVERTED, Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
@@ -13,14 +14,14 @@ from kvsurgery.report.charts import Chart
 from kvsurgery.report.comparison import Comparison, compare
 from kvsurgery.report.comparison_tables import checkpoint_rows, sweep_columns, sweep_rows
 from kvsurgery.report.findings import titles
-from kvsurgery.report.folder import check_output, has_page
+from kvsurgery.report.folder import check_output, has_page, is_sweep
 from kvsurgery.report.quality_charts import BARS, Line, Place, Quality, quality_panel
 from kvsurgery.report.rendering import render
-from kvsurgery.report.sweep_charts import FRONT, axis_of, lines_of
-from kvsurgery.report.writing import PAGE, save_page, showable
+from kvsurgery.report.sweep_charts import FRONT, axis_of, lines_of, quality
+from kvsurgery.report.writing import PAGE, save_page, short_name, showable
 
 
-def write_comparison(folders: Sequence[Path], out: Path) -> tuple[Path, Comparison]:
+def write_comparison(folders: Sequence[Path], out: Path, progress: Progress = silent) -> tuple[Path, Comparison]:
     """Write the page that compares what `eval`, `bench` and `sweep` left in several folders.
 
     Returns:
@@ -31,15 +32,34 @@ def write_comparison(folders: Sequence[Path], out: Path) -> tuple[Path, Comparis
         OutputError: a file cannot be written.
     """
     check_output(out)
-    if has_page(out):
+    if has_page(out) or is_sweep(out):
         raise OutputError(f"cannot write to {out}: it has a page of its own results; give another folder")
     with showable(*folders):
         comparison = compare(folders)
         chart = quality_chart(comparison)
+        progress(0, 1, "page")
         page = _page(comparison, chart)
         out.mkdir(parents=True, exist_ok=True)
-        save_page(out, page, [chart] if chart else [])
+        save_page(out, page, [chart] if chart else [], progress)
     return out / PAGE, comparison
+
+
+def write_sweep(folder: Path, progress: Progress = silent) -> Path:
+    """Write the page of a sweep into its own folder, and beside it `sweep.png`.
+
+    Returns:
+        The page.
+
+    Raises:
+        KVSurgeryError: the folder has no finished sweep, or not what this version writes.
+        OutputError: a file cannot be written.
+    """
+    with showable(folder):
+        comparison = compare([folder])
+        chart = quality(comparison.sweeps[0].sweep)
+        progress(0, 1, "page")
+        save_page(folder, _page(comparison, chart), [chart], progress)
+    return folder / PAGE
 
 
 def quality_chart(comparison: Comparison) -> Chart | None:
@@ -80,12 +100,10 @@ def _series_name(sweep: str, series: str) -> str:
 
 def _page(comparison: Comparison, chart: Chart | None) -> str:
     entries, sweeps = comparison.entries, comparison.sweeps
-    counts = [f"{len(entries)} checkpoint{'s' * (len(entries) != 1)}"] * bool(entries)
-    counts += [f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)}"] * bool(sweeps)
     original = sweeps[0].sweep.source if sweeps else entries[0].checkpoint["surgery"]["base_model"]
     return render(
         "comparison.html.jinja",
-        title=f"{' and '.join(counts)} compared" if len(entries) + len(sweeps) > 1 else (*entries, *sweeps)[0].name,
+        title=_title(comparison, original),
         original=original or "",
         chart=chart,
         names=[entry.name for entry in entries],
@@ -95,6 +113,17 @@ def _page(comparison: Comparison, chart: Chart | None) -> str:
         notices=comparison.notices,
         runs=[*_runs(comparison)],
     )
+
+
+def _title(comparison: Comparison, original: str | None) -> str:
+    """What is compared, and of which model."""
+    entries, sweeps = comparison.entries, comparison.sweeps
+    name = short_name(original) if original else ""
+    if len(entries) + len(sweeps) == 1:
+        return entries[0].name if entries else f"Sweep of {name}"
+    counts = [f"{len(entries)} checkpoint{'s' * (len(entries) != 1)}"] * bool(entries)
+    counts += [f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)}"] * bool(sweeps)
+    return f"{name and f'{name}: '}{' and '.join(counts)} compared"
 
 
 def _runs(comparison: Comparison) -> Iterator[tuple[str, Results | Bench | Sweep]]:

@@ -119,6 +119,30 @@ def verdict(task: TaskResult) -> str:
     return UNCLEAR
 
 
+def against_original(task: TaskResult) -> str:
+    """The verdict on the converted model's score as a table says it: "worse by 12.0 points [3.0, 20.0]"."""
+    difference, finding = task.difference, verdict(task)
+    if task.count < FEWEST_SAMPLES or difference is None:
+        return "too few samples to tell"
+    if not math.isfinite(difference.mean):
+        return "not a number"
+    if finding not in FINDINGS:
+        return finding
+    if difference.low == difference.high == 0:
+        return "same"
+    if finding == UNCLEAR:
+        return f"{finding} [{_plain_change(difference.low, task)}, {_plain_change(difference.high, task)}]"
+    sizes = sorted((abs(difference.low), abs(difference.high)))
+    size, low, high = (_plain_change(value, task, "") for value in (abs(difference.mean), *sizes))
+    unit = "" if task.metric == PERPLEXITY else " points"
+    return f"{finding} by {size}{unit} [{low}, {high}]"
+
+
+def _plain_change(value: float, task: TaskResult, sign: str = "+") -> str:
+    """A difference of perplexities, or of shares in percentage points."""
+    return f"{value:{sign}z.3f}" if task.metric == PERPLEXITY else f"{100 * value:{sign}z.1f}"
+
+
 def _curve(name: str, tasks: Sequence[TaskResult], names: Iterable[str]) -> Curve | None:
     cells = [cell for task in tasks for cell in task.cells]
     fact = next((fact for fact in LENGTHS if any(fact in cell.facts for cell in cells)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,20 @@ from typing import Any
 from kvsurgery.bench.results import Bench
 from kvsurgery.display.console import size
 from kvsurgery.emit.cache_description import describe_widths
-from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, Results
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, Results, TaskResult
 from kvsurgery.heads.kinds import BUDGETED, FULL, KINDS, decided_kinds, kinds_of
 from kvsurgery.report.charts import tokens
-from kvsurgery.report.findings import FINDINGS, WORSE, verdict
+from kvsurgery.report.findings import (
+    FEWEST_SAMPLES,
+    FINDINGS,
+    UNCLEAR,
+    WORSE,
+    against_original,
+    titles,
+    verdict,
+)
+
+MOST_OPEN = 5.0  # points that a score may have lost where a model is called still good
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,62 @@ def _scores(results: Results | None) -> Iterator[Tile]:
         f"{findings.count(WORSE)} of {len(findings)}",
         f"score{'s' * (len(findings) > 1)} clearly worse than the original's",
     )
+
+
+def conclusion(results: Results) -> str:
+    """One sentence on whether the converted model is still good; empty unless it was compared with the original."""
+    names = titles(results.tasks)
+    compared = {
+        names[task.task, task.metric]: task for task in results.tasks if {ORIGINAL, CONVERTED} <= {*task.scores}
+    }
+    if not compared:
+        return ""
+    cache = ""
+    if results.kv_bytes and results.dense_bytes:
+        cache = f", with {results.kv_bytes / results.dense_bytes:.0%} of the original's KV cache"
+        if results.kv_bytes >= results.dense_bytes:
+            cache += f" at {results.tokens:,} tokens, so that longer `lengths` would show more"
+    losses = {name: task for name, task in compared.items() if _is_loss(task)}
+    if losses:
+        worst = max(losses, key=lambda name: _loss(losses[name]))
+        detail = f"{'most of all ' * (len(losses) > 1)}{worst}: {against_original(losses[worst])}"
+        return f"Not as good: {_worse(len(losses), len(compared))} ({detail}){cache}."
+    judged = [task for task in compared.values() if verdict(task) in FINDINGS]
+    if not judged:
+        return (
+            f"Cannot tell: no score has {FEWEST_SAMPLES} samples or more on which the original does anything right; "
+            "evaluate more `samples`."
+        )
+    text = f"{_worse(0, len(judged))}{cache}"
+    if len(judged) < len(compared):
+        text += f" ({len(compared) - len(judged)} more say nothing)"
+    reserve = max((-100 * task.difference.low for task in judged if task.difference and _is_open(task)), default=0)
+    if reserve > MOST_OPEN:
+        return f"No clear loss: {text}; but up to {reserve:.1f} points may be lost, and more `samples` would tell."
+    return f"Still good: {text}."
+
+
+def _worse(count: int, total: int) -> str:
+    return f"{count} of {total} score{'s' * (total != 1)} clearly worse"
+
+
+def _is_loss(task: TaskResult) -> bool:
+    """Whether a task's score is clearly worse, or no number where the original's is one."""
+    converted, original = task.scores[CONVERTED].mean, task.scores[ORIGINAL].mean
+    return verdict(task) == WORSE or (math.isnan(converted) and not math.isnan(original))
+
+
+def _loss(task: TaskResult) -> float:
+    """How much of a score is lost, as far as scores of several kinds can be compared."""
+    original, converted = task.scores[ORIGINAL].mean, task.scores[CONVERTED].mean
+    if not math.isfinite(converted):
+        return math.inf
+    return math.log(converted / original) if task.metric == PERPLEXITY else original - converted
+
+
+def _is_open(task: TaskResult) -> bool:
+    """Whether a share may be smaller than the original's, as far as its interval says."""
+    return task.metric != PERPLEXITY and verdict(task) == UNCLEAR
 
 
 def decode_ratios(bench: Bench | None) -> dict[tuple[int, int], float]:

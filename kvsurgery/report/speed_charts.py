@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsurgery.bench.results import PHASES, Bench, Row
 from kvsurgery.display.console import size
-from kvsurgery.report.charts import Chart, Panel, byte_axis, curve, looks
+from kvsurgery.report.charts import Chart, Panel, bars, byte_axis, curve, looks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,11 @@ def speed(bench: Bench) -> Chart | None:
     points = _points(bench, rows, lambda row: row.kv_bytes)
     if points:
         panels.append(_panel("KV cache", points, look, size, "bytes"))
-    note = f"Batch {batch}. Points are medians. Both axes are logarithmic."
+    lengths = {row.tokens for row in rows}
+    shape = "Points are medians. Both axes are logarithmic."
+    if len(lengths) == 1:
+        shape = f"Prompts of {lengths.pop():,} tokens. Bars are medians, and begin at zero."
+    note = f"Batch {batch}. {shape}"
     return Chart("bench", tuple(panels), note=note) if panels else None
 
 
@@ -66,6 +70,11 @@ def _panel(title: str, points: Points, look: Look, format_value: Callable[[float
         f"{name}: " + ", ".join(f"{format_value(value)} at {length:,} tokens" for length, value in line.items())
         for name, line in points.items()
     )
+    lengths = sorted({length for line in points.values() for length in line})
+    if len(lengths) == 1:
+        values = {name: value for name, line in points.items() for value in line.values()}
+        draw, height = partial(bars, values=values, look=look, text=format_value), 0.7 + 0.36 * len(values)
+        return Panel(title, f"{title}. {summary}.", draw, height)
     return Panel(title, f"{title} by length. {summary}.", partial(_draw, points, look, unit), height=3.2)
 
 

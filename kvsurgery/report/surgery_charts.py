@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from kvsurgery.display.console import size
 from kvsurgery.heads.kinds import BUDGETED, KINDS, kind_of, kinds_of
-from kvsurgery.report.charts import FONT, Chart, Panel, byte_axis, curve, looks, names_above, plain_size, tokens
+from kvsurgery.report.charts import (
+    FONT,
+    HEIGHT,
+    Chart,
+    Panel,
+    bars,
+    byte_axis,
+    curve,
+    looks,
+    names_above,
+    plain_size,
+    tokens,
+)
 from kvsurgery.report.colors import LIGHT
 
 if TYPE_CHECKING:
@@ -78,11 +90,16 @@ def kv_memory(surgery: Mapping[str, Any]) -> Chart:
     # files of version 0.1.0 have names of lengths
     rows: list[dict[str, Any]] = [{**row, "tokens": tokens(row["tokens"])} for row in surgery["kv_bytes"]]
     summary = ", ".join(f"{row['tokens']} tokens {size(row['before'])} and {size(row['after'])}" for row in rows)
-    panel = Panel("KV cache of one sequence", f"KV cache before and after, at {summary}.", partial(_draw_memory, rows))
+    draw, height, axis = partial(_draw_memory, rows), HEIGHT, " The vertical axis is logarithmic."
+    if len(rows) == 1:
+        values = {stage: rows[0][stage] for stage in LOOKS}
+        draw, height = partial(bars, values=values, look=LOOKS, text=plain_size), 1.4
+        axis = f" Bars begin at zero; {rows[0]['tokens']} tokens."
+    panel = Panel("KV cache of one sequence", f"KV cache before and after, at {summary}.", draw, height)
     return Chart(
         "kv-memory",
         (panel,),
-        note=f"For a model in {surgery.get('kv_dtype', '16 bit')}. The vertical axis is logarithmic.",
+        note=f"For a model in {surgery.get('kv_dtype', '16 bit')}.{axis}",
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from jinja2 import TemplateError
 
 from kvsurgery.bench.results import Bench
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import Results
 from kvsurgery.report import findings, headlines
@@ -31,7 +32,7 @@ BENCHMARK = (
 )
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, progress: Progress = silent) -> Path:
     """Write the page of what lies in a folder, `results.json` or `bench.json` or both, and beside it the pictures.
 
     Returns:
@@ -44,7 +45,8 @@ def write_report(folder: Path) -> Path:
     results, bench = read(folder)
     with showable(folder):
         page_charts = charts(results, bench)
-        save_page(folder, _page(results, bench, page_charts), page_charts)
+        progress(0, len(page_charts), "page")
+        save_page(folder, _page(results, bench, page_charts), page_charts, progress)
     return folder / PAGE
 
 
@@ -64,14 +66,15 @@ def showable(*folders: Path) -> Generator[None]:
         ) from error
 
 
-def save_page(folder: Path, page: str, page_charts: Iterable[Chart]) -> None:
+def save_page(folder: Path, page: str, page_charts: Sequence[Chart], progress: Progress = silent) -> None:
     """Write a page as `index.html`, after the pictures of its charts.
 
     Raises:
         OutputError: a file cannot be written.
     """
-    for chart in page_charts:
+    for number, chart in enumerate(page_charts, 1):
         chart.save(folder)
+        progress(number, len(page_charts), f"{chart.name}.png")
     write_whole(folder / PAGE, page)
 
 
@@ -94,7 +97,7 @@ def _page(results: Results | None, bench: Bench | None, page_charts: tuple[Chart
     return render(
         "page.html.jinja",
         charts={chart.name: chart for chart in page_charts},
-        title=Path(checkpoint["name"]).name or checkpoint["name"],
+        title=short_name(checkpoint["name"]),
         lead=headlines.lead(checkpoint, results, bench),
         tiles=headlines.tiles(checkpoint, results, bench),
         surgery=surgery,
@@ -109,6 +112,12 @@ def _page(results: Results | None, bench: Bench | None, page_charts: tuple[Chart
         bench=bench,
         runs=runs,
     )
+
+
+def short_name(source: str) -> str:
+    """The last part of a folder or a Hub id; of a folder such as `.`, its own name."""
+    path = Path(source)
+    return (path if path.name not in ("", "..") else path.resolve()).name or source
 
 
 def _skipped(results: Results) -> Iterator[tuple[str, str, int]]:

@@ -3,12 +3,14 @@
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from kvsurgery.cli.evaluate import check_measured
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.evaluate.quick import quick_options
 from kvsurgery.evaluate.results import Cell
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.evaluate.recall import MODEL, convert, write_language
@@ -36,14 +38,19 @@ def _there(place, monkeypatch):
     monkeypatch.chdir(place)
 
 
-def test_a_table_a_page_and_json(place):
+def test_a_table_a_page_and_json(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     said = done("eval", "recall-cli", "--source", MODEL, *NEEDLE, *OWN, "--out", "two")
     head, *rows = [line.split() for line in said.out.splitlines() if line.strip()][1:]
-    assert head == ["task", "metric", "samples", "original", "converted", "difference", "[95%]"]
-    assert rows[1:] == [
-        ["needle", metric, "4", "100.0%", "100.0%", "+0.0", "[+0.0,", "+0.0]"]
+    assert head == ["task", "metric", "samples", "original", "converted", "against", "the", "original"]
+    assert rows[1:3] == [
+        ["needle", metric, "4", "100.0%", "100.0%", *["too", "few", "samples", "to", "tell"]]
         for metric in ("rouge1_recall", "string_match_all")
     ]
+    assert rows[3][:3] == ["KV", "cache", "bytes"]
+    assert rows[3][-4:] == [f"{again_share(Path('two')):.1%}", "of", "the", "original's"]
+    assert rows[4][:2] == ["Cannot", "tell:"]
+    assert "4 prompts for each model, of at most 96 tokens: 4 of needle" in said.err
     assert "wrote two/index.html" in said.err
     assert "needle" in Path("two/index.html").read_text()
     # what is there is not computed again, and says the same
@@ -59,6 +66,69 @@ def test_a_table_a_page_and_json(place):
     assert again["tokens"] == sum(size)
     assert again["kv_bytes"] == layout.kv_bytes(1, *size, itemsize=4) < layout.dense_bytes(1, *size, itemsize=4)
     assert again["dense_bytes"] == layout.dense_bytes(1, *size, itemsize=4)
+
+
+def again_share(folder):
+    """The KV bytes of a converted model as a share of the original's."""
+    found = json.loads((folder / "results.json").read_text())
+    return found["kv_bytes"] / found["dense_bytes"]
+
+
+def prompts_by_task(folder):
+    """How many prompts of each task and length there are."""
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return Counter((sample["task"], sample["facts"]["tokens"]) for sample in samples)
+
+
+PASSKEYS = ("--passkeys", "2", "--passkey-tokens", "4", "--passkey-hidden", "remember {key} .")
+GENERATED = ("--tasks", "needle,passkey,perplexity", *PASSKEYS, "--passkey-asked", "recall {cue}", *OWN)
+
+
+def test_one_option_limits_every_task():
+    asked = (*GENERATED, "--lengths", "96,160", "--depths", "0,0.6", "--continuation", "8")
+    said = done("eval", MODEL, *asked, "--samples", "3", "--out", "three")
+    tasks = ("needle", "passkey", "perplexity")
+    assert prompts_by_task(Path("three")) == {(task, length): 3 for task in tasks for length in (96, 160)}
+    assert "18 prompts for each model, of at most 160 tokens: 6 of needle, 6 of passkey, 6 of perplexity" in said.err
+
+
+def test_what_cannot_go_on_is_found_before_a_model_is_loaded(monkeypatch):
+    """Other settings, also where a trial chooses needles; another converted model; damaged answers of either."""
+    asked = ("--source", MODEL, *NEEDLE, *OWN, "--samples", "1", "--out", "begun")
+    done("eval", "recall-cli", *asked)
+    shutil.copytree("begun", "damaged")
+    answers = Path("damaged/answers-converted.jsonl")
+    answers.write_text(answers.read_text().replace('"scores"', '"score"'))
+    convert(Path("recall-other"), sparsity=None, rest="budgeted", budget=24)
+    for name in ("runner", "trial"):
+        monkeypatch.setattr(f"kvsurgery.evaluate.{name}.load", lambda *_, **__: pytest.fail("a model is loaded"))
+    line = refused("eval", "recall-cli", *asked, "--batch", "3")
+    assert "--batch is 2 there and 3 here" in line
+    line = refused("eval", "recall-cli", *asked[:-4], "--needles", "auto", "--samples", "1", "--out", "begun")
+    assert "--needles of needle is needles.jsonl there and auto here" in line
+    assert "begun holds answers of another converted model" in refused("eval", "recall-other", *asked)
+    assert "answers-converted.jsonl, line 1" in refused("eval", "recall-cli", *asked[:-1], "damaged")
+
+
+def test_data_that_cannot_be_read_is_found_before_a_trial(monkeypatch):
+    Path("data.jsonl").write_text("{}\n")
+    monkeypatch.setattr("kvsurgery.evaluate.trial.load", lambda *_, **__: pytest.fail("a model is loaded"))
+    asked = ("--tasks", "needle,longbench", "--longbench", "data.jsonl", "--text", "text.txt")
+    assert "data.jsonl, line 1" in refused("eval", "recall-cli", *asked, "--out", "refused")
+
+
+def test_a_quick_check_ends_with_a_verdict():
+    said = done("eval", "recall-cli", "--source", MODEL, "--quick", *OWN, "--lengths", "96,128", "--out", "quick")
+    assert sum(prompts_by_task(Path("quick")).values()) == 16
+    assert json.loads(Path("quick/results.json").read_text())["settings"]["batch"] == 8
+    assert re.match("(Still good|No clear loss|Not as good): ", said.out.splitlines()[-1])
+    assert "--quick compares with the original" in run("eval", "recall-cli", "--quick", "--out", "refused").err
+
+
+def test_a_quick_check_asks_beyond_what_heads_keep(place, monkeypatch):
+    convert(Path("recall-wide"), sparsity=0.5, sink=16, recent=784)
+    assert quick_options(Path("recall-wide"))["lengths"] == (1600,)
+    assert quick_options(MODEL)["lengths"] == quick_options(Path("recall-cli"))["lengths"] == (512,)
 
 
 def test_one_model_alone():

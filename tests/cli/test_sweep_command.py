@@ -33,6 +33,7 @@ def _there(place, monkeypatch):
 
 
 def test_a_table_a_picture_and_json(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     said = done(*SWEEP, *AXES, "--out", "swept")
     title, *table = [line.split() for line in said.out.splitlines() if line.strip()]
     assert " ".join(title).endswith("of 166 tokens, with sink 4")
@@ -51,7 +52,10 @@ def test_a_table_a_picture_and_json(monkeypatch):
         "left out: full heads 13, sink 4, recent 8, beta 1.2, and 3 more: --full-heads must lie in [0, 12]" in said.err
     )
     assert "2 of 4 settings give the policy of another" in said.err
-    assert "wrote swept/sweep.png, sweep.json and sweep.csv" in said.err
+    assert "wrote swept/index.html, sweep.png, sweep.json and sweep.csv" in said.err
+    page = Path("swept/index.html").read_text()
+    assert f"Sweep of {MODEL.name}" in page
+    assert "recent 8, beta 1.2" in page
     assert {"sweep.png", "sweep.json", "sweep.csv", "samples.jsonl"} <= {path.name for path in Path("swept").iterdir()}
     # what is there is not computed again, and says the same
     again = json.loads(done(*SWEEP, *AXES, "--out", "swept", "--json").out)

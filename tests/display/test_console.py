@@ -106,6 +106,14 @@ class TestLog:
         assert loading == "measuring duo 0/9, loading"
         assert first == "measuring duo 1/9, about 6 min in all"
 
+    def test_what_takes_a_moment_says_nothing(self, log, clock):
+        for seconds, lines in ((0.5, []), (1.5, ["drawing 2/3, b, 2 s left", "drawing 3/3, c"])):
+            with console.step_progress("drawing", clock, grace=2) as advance:
+                for done, note in enumerate(("page", "a", "b", "c")):
+                    advance(done, 3, note)
+                    clock.now += seconds
+            assert log() == lines
+
     def test_bytes(self, log, clock):
         with console.byte_progress("converting", 100 * MIB, clock) as advance:
             for _ in range(10):
@@ -133,18 +141,21 @@ class TestTable:
         return [line.strip() for line in capture.get().splitlines() if line.strip()]
 
     def test_headings_of_a_wide_table_take_several_lines(self):
-        _, words, more_words, _, cells = self.text(*["first token"] * 7)
-        assert (words.split(), more_words.split()) == (["first"] * 7, ["token"] * 7)
+        _, words, more_words, _, cells = self.text("name", *["first token"] * 6)
+        assert (words.split(), more_words.split()) == (["first"] * 6, ["name", *["token"] * 6])
         assert cells == "  ".join(["a" * 9] * 7)
 
-    @pytest.mark.parametrize(("terminal", "room"), [(None, 120), (60, 80), (80, 80), (150, 150)])
-    def test_what_fits(self, terminal, room, monkeypatch):
-        """In a file, where colors are forced, or in a terminal; the table has a space on both sides."""
+    @pytest.mark.parametrize(("terminal", "columns"), [(None, 21), (80, 21), (150, 42)])
+    def test_what_fits(self, terminal, columns, monkeypatch):
+        """A table of three blocks is printed whole, in a file as in a terminal of 80 columns; in a wide one of more."""
         file = io.StringIO()
         file.isatty = lambda: terminal is not None
+        monkeypatch.delenv("COLUMNS", raising=False)
         monkeypatch.setattr(console, "stdout", Console(file=file, force_terminal=True, width=terminal or 50))
-        fitting, wider = (console.table("Scores", ["name"], [["a" * cells]]) for cells in (room - 2, room - 1))
-        assert (console.fits(fitting), console.fits(wider)) == (True, False)
+        tables = (
+            console.table("", ["key", *["value"] * count], [["k", *["a" * 8] * count]]) for count in (columns, 43)
+        )
+        assert [console.fits(table) for table in tables] == [True, False]
 
     def test_a_narrow_table_stays_as_it_is(self):
         _, headings, _, cells = self.text("first token", "a")
@@ -160,6 +171,16 @@ class TestTerminal:
         assert text.count("measuring duo: about 20 min in all") == 1
         assert "━" in text
         assert "loss 0.5000" in text
+
+    @pytest.mark.parametrize("width", [60, 80, 160])
+    def test_counts_and_times_are_whole(self, width, monkeypatch, clock):
+        monkeypatch.setattr(console, "stderr", Console(file=Terminal(), width=width, force_terminal=True))
+        note = "converted: longbench/multifieldqa_en, 100% right"
+        with console.step_progress("evaluating", clock) as advance:
+            advance(12_345, 56_789, note)
+        line = re.sub(r"\x1b\[[\d;?]*\w", "", console.stderr.file.getvalue()).split("\r")[-1].strip()
+        assert len(line) <= width
+        assert re.fullmatch(r"evaluating [━╺╸ ]+ 12345/56789 converted: .* ETA -:--:--", line), line
 
     def test_no_estimate_of_what_is_short(self, monkeypatch, clock):
         monkeypatch.setenv("TERM", "xterm")

@@ -38,9 +38,9 @@ def tasks(folder: Path, lengths: tuple[int, ...] = (96, 160)) -> dict[str, Task]
     """One of each kind that the model can do."""
     text = str(folder / "text.txt")
     return {
-        "needle": NeedleTask(lengths, (0.0, 0.6), text, str(folder / "needles.jsonl")),
-        "passkey": PasskeyTask(lengths, prompts=2, text=text, **PASSKEYS),
-        "perplexity": PerplexityTask(lengths, continuation=12, pieces=2, text=text),
+        "needle": NeedleTask(lengths, (0.0, 0.6), text, str(folder / "needles.jsonl"), count=4),
+        "passkey": PasskeyTask(lengths, text=text, questions=4, **PASSKEYS),
+        "perplexity": PerplexityTask(lengths, continuation=12, pieces=4, text=text),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -239,3 +240,35 @@ def test_a_text_that_repeats_no_word_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text("the baker carried a lantern " * 400)
     with pytest.raises(TextError, match=r"no sentence of text.txt ends with a word that stands in the 59 tokens"):
         list(ClozeTask((60,), text=str(tmp_path / "text.txt")).samples(reader(SPELLINGS["bytes", False])))
+
+
+class TestSomeSamples:
+    """A number of samples limits each length, and what is left is spread over needles, depths and passkeys."""
+
+    @pytest.mark.parametrize("count", [1, 3, 7, 12, 19])
+    def test_needles(self, count):
+        depths = (0.0, 0.2, 0.5, 0.8, 1.0)
+        whole = NeedleTask((300, 400), depths, needles="phrase")
+        asked = list(replace(whole, count=count).samples(reader(SPELLINGS["bytes", False])))
+        assert len({sample.name for sample in asked}) == len(asked) == 2 * count
+        for length in (300, 400):
+            places = [sample.name.split("/") for sample in asked if sample.facts["tokens"] == length]
+            assert len(places) == count
+            assert len({depth for _, depth, _ in places}) == min(count, len(depths))
+            assert len({needle for _, _, needle in places}) == min(count, 10)
+        # each is one of all
+        by_name = {sample.name: sample for sample in whole.samples(reader(SPELLINGS["bytes", False]))}
+        for sample in asked:
+            assert sample.tokens.tolist() == by_name[sample.name].tokens.tolist()
+
+    @pytest.mark.parametrize(("questions", "places"), [(1, [[1]]), (2, [[0, 2]]), (5, [[0, 1, 2], [0, 2]])])
+    def test_passkeys(self, questions, places):
+        task = PasskeyTask((500, 420), count=3, size=8, questions=questions)
+        names = [sample.name for sample in task.samples(reader(SPELLINGS["bytes", False]))]
+        assert {*names} == {
+            f"{length}/{number}/{place}"
+            for length in (500, 420)
+            for number, asked in enumerate(places)
+            for place in asked
+        }
+        assert len(names) == 2 * questions

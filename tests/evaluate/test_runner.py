@@ -357,7 +357,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
 def command(full: Path, language: Path, out: Path) -> list[str]:
     """What is typed for the run of `whole`."""
     asked = {
-        **{"tasks": "needle,passkey,perplexity", "lengths": "96,160", "depths": "0,0.6", "samples": 2, "passkeys": 2},
+        **{"tasks": "needle,passkey,perplexity", "lengths": "96,160", "depths": "0,0.6", "samples": 4, "passkeys": 2},
         **{"text": language / "text.txt", "needles": language / "needles.jsonl", "continuation": 12, "batch": 4},
         **{"passkey-tokens": 4, "passkey-hidden": "remember {key} .", "passkey-asked": "recall {cue}", "out": out},
     }

@@ -44,7 +44,8 @@ def test_the_hardest_answered_set_is_asked_and_recorded(answered, task, sets, tm
     assert (chosen["needles"], chosen["choice"]["name"]) == ("auto", answered)
     assert chosen["choice"]["right"][answered] == chosen["choice"]["trials"] == 8
     assert chosen["choice"]["tokens"] == 96
-    [line] = lines
+    line, plan = lines
+    assert plan.startswith(f"{COUNT * 4} prompts for each model, of at most 160 tokens: {COUNT * 4} of needle")
     assert line.startswith(f"needles: {answered}, ")
     assert {(0, None, f"trying needles: {answered}, {number} of 8") for number in range(1, 9)} <= {*steps}
     assert json.loads((tmp_path / "report" / "settings.json").read_text())["tasks"]["needle"] == chosen

@@ -26,7 +26,7 @@ CONVERT = ("convert", "llama", "--profile", PROFILE, "--out", "out")
 # modules that take long to load
 HEAVY = {"huggingface_hub", "numpy", "torch", "transformers"}
 # what a progress bar's line begins with
-BARS = ("converting", "evaluating", "measuring", "reverting", "sweeping", "verifying")
+BARS = ("converting", "drawing", "evaluating", "measuring", "reverting", "sweeping", "verifying")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
+from kvsurgery.display import console
 from tests.report import builders
+
+
+@pytest.fixture(autouse=True)
+def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether drawing shows its progress would depend on the load of the machine."""
+    monkeypatch.setattr(console, "GRACE", math.inf)
 
 
 @pytest.fixture(scope="session")

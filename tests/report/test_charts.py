@@ -1,6 +1,7 @@
 """The report's pictures."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from matplotlib import image
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from kvsurgery.report.charts import byte_axis, label, looks, perplexity_axis, tokens
 from kvsurgery.report.quality_charts import Place
 from kvsurgery.report.speed_charts import short_time, speed
-from kvsurgery.report.surgery_charts import head_map
+from kvsurgery.report.surgery_charts import head_map, kv_memory
 from kvsurgery.report.sweep_charts import quality
 from tests.report import builders
 
@@ -92,6 +93,35 @@ def test_alternative_texts_say_what_is_drawn():
     assert [panel.title for panel in chart.panels][:2] == ["Prefill in one pass", "Prefill in chunks"]
     assert "at 65,536 tokens" in chart.alt
     assert chart.note.startswith("Batch 1.")
+
+
+class TestOneLength:
+    """What is known at one length only has bars from zero on, with their values, in place of lone dots."""
+
+    def test_of_a_benchmark(self, tmp_path):
+        found = builders.bench()
+        chart = speed(replace(found, rows=tuple(row for row in found.rows if row.tokens == 4096)))
+        assert "Prompts of 4,096 tokens. Bars are medians" in chart.note
+        assert "logarithmic" not in chart.note
+        for panel, svg in zip(chart.panels, chart.svgs(), strict=True):
+            axes = Figure().subplots()
+            panel.draw(axes)
+            bars = [patch.get_width() for patch in axes.patches]
+            assert len(bars) == 3
+            assert axes.get_xlim()[0] == 0
+            assert axes.get_xscale() == "linear"
+            values = [float(text) for text in re.findall(r": ([\d.]+) \w+ at 4,096", panel.alt)]
+            assert [bar / bars[1] for bar in bars] == pytest.approx([value / values[1] for value in values], rel=0.01)
+            for name in (*found.contenders, re.search(r": ([\d.]+ \w+) at", panel.alt)[1]):
+                assert name in svg
+        chart.save(tmp_path)
+        assert image.imread(tmp_path / "bench.png").std() > 0.05
+
+    def test_of_a_short_context(self):
+        surgery = builders.surgery()
+        [svg] = kv_memory({**surgery, "kv_bytes": [{"tokens": 512, "before": 1 << 30, "after": 1 << 28}]}).svgs()
+        for text in ("before", "1 GiB", "after", "256 MiB"):
+            assert text in svg
 
 
 @pytest.mark.parametrize(

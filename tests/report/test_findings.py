@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from kvsurgery.evaluate.results import Cell, Interval
-from kvsurgery.report.findings import change, curves, grids, verdict
-from kvsurgery.report.headlines import tiles
-from tests.report.builders import needle, results, task
+from kvsurgery.report.findings import against_original, change, curves, grids, verdict
+from kvsurgery.report.headlines import conclusion, tiles
+from tests.report.builders import interval, needle, results, task
 
 
 def test_a_grid_averages_samples_and_not_cells():
@@ -90,3 +90,57 @@ def test_no_loss_of_what_the_original_cannot_do_says_nothing():
 )
 def test_differences_have_as_many_decimals_as_scores(value, metric, shown):
     assert change(value, metric) == shown
+
+
+@pytest.mark.parametrize(
+    ("metric", "low", "high", "count", "text"),
+    [
+        ("qa_f1", -0.2, -0.03, 8, "worse by 11.5 points [3.0, 20.0]"),
+        ("qa_f1", 0.01, 0.03, 8, "better by 2.0 points [1.0, 3.0]"),
+        ("qa_f1", -0.125, 0.1, 8, "no clear difference [-12.5, +10.0]"),
+        ("qa_f1", 0.0, 0.0, 8, "same"),
+        ("qa_f1", -0.2, -0.1, 7, "too few samples to tell"),
+        ("perplexity", 0.1, 0.3, 8, "worse by 0.200 [0.100, 0.300]"),
+        ("perplexity", float("nan"), float("nan"), 8, "not a number"),
+    ],
+)
+def test_a_table_says_how_a_score_compares_with_the_original(metric, low, high, count, text):
+    difference = Interval((low + high) / 2, low, high)
+    assert against_original(task("any", 1, 1, metric, count=count, difference=difference)) == text
+
+
+class TestConclusion:
+    """Whether a model is still good, in a sentence that its samples bear out."""
+
+    def said(self, *tasks, **changes):
+        sizes = {"tokens": 4096, "kv_bytes": 35, "dense_bytes": 100}
+        return conclusion(results(tasks=tasks, **sizes | changes))
+
+    def test_still_good(self):
+        alike = task("alike", 0.9, 0.9)
+        few = task("few", 0.9, 0.1, count=7)
+        assert self.said(alike) == "Still good: 0 of 1 score clearly worse, with 35% of the original's KV cache."
+        assert "0 of 1 score clearly worse" in self.said(alike, few)
+        assert "(1 more say nothing)" in self.said(alike, few)
+
+    def test_a_loss_is_named(self):
+        sentence = self.said(task("alike", 0.9, 0.9), task("lost", 0.9, 0.1), task("less", 0.9, 0.8))
+        assert sentence.startswith("Not as good: 2 of 3 scores clearly worse (most of all lost: worse by 80.0 points [")
+        nan = {"original": interval(8), "converted": interval(float("nan"))}
+        broken = task("text", 0, 0, "perplexity", scores=nan, difference=interval(float("nan")))
+        assert "text: not a number" in self.said(broken)
+
+    def test_a_loss_that_so_few_samples_would_not_show_is_not_called_good(self):
+        open_loss = task("needle", 1, 0.9, difference=Interval(-0.1, -0.375, 0))
+        assert "up to 37.5 points may be lost" in self.said(open_loss)
+        assert self.said(open_loss).startswith("No clear loss: ")
+        assert self.said(task("few", 0.9, 0.1, count=7)).startswith("Cannot tell: ")
+        hard = task("hard", 0, 0, difference=Interval(0, 0, 0))
+        assert self.said(hard).startswith("Cannot tell: ")
+
+    def test_a_cache_that_is_no_smaller_is_said(self):
+        assert "longer `lengths` would show more" in self.said(task("alike", 0.9, 0.9), kv_bytes=100)
+
+    def test_one_model_has_none(self):
+        alone = task("alike", 0.9, 0.9, scores={"converted": interval(0.9)}, difference=None)
+        assert self.said(alone) == ""

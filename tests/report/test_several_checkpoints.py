@@ -236,6 +236,22 @@ class TestCommand:
         done("report", "swept", "--out", "page")
         assert "Settings of swept" in (tmp_path / "page" / "index.html").read_text()
 
+    def test_the_page_of_a_sweep_lies_in_its_folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        saved(tmp_path / "swept", builders.sweep())
+        assert done("report", "swept").err.strip() == "wrote swept/index.html"
+        assert (tmp_path / "swept/sweep.png").exists()
+        assert "<h1>Sweep of Llama-3.1-8B-Instruct</h1>" in (tmp_path / "swept/index.html").read_text()
+        assert not (tmp_path / "comparison").exists()
+        # no other page takes its place
+        saved(tmp_path / "a", needles("a", 0.9, 0.5))
+        assert "swept: it has a page of its own" in refused("report", "swept", "a", "--out", "swept")
+
+    def test_a_comparison_names_the_original(self, tmp_path):
+        folders = [saved(tmp_path / name, needles(name, 0.9, 0.5)) for name in ("a", "b")]
+        path, _ = write_comparison(folders, tmp_path / "page")
+        assert "<h1>Llama-3.1-8B-Instruct: 2 checkpoints compared</h1>" in path.read_text()
+
     def test_a_sweep_whose_setting_lacks_a_task(self, tmp_path):
         points = builders.sweep().points
         incomplete_point = replace(points[0], tasks=points[0].tasks[:1])

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.rows import check_source, in_folder, numbered_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import SOURCE, THERE, setting
+from kvsurgery.setting import SOURCE, THERE, samples_setting, setting
 from kvsurgery.text.chat import turn_tokens
 
 TASKS = table_beside(__file__)
@@ -45,11 +45,13 @@ class BabilongTask:
         tasks: "qa1" to "qa10". None: of a folder all that are there, of a dataset the first five.
         lengths: of contexts, as they are called: "0k", "4k", "1M". None: of a folder all that are there, of a dataset
             those that the model has positions for.
+        rows: the most samples of each task and length, the first ones. None: all.
     """
 
     source: str = setting("RMT-team/babilong", "babilong", SOURCE)
     tasks: tuple[str, ...] | None = setting(None, "babilong_tasks", "tasks such as qa1,qa2", default=THERE)
     lengths: tuple[str, ...] | None = setting(None, "babilong_lengths", "lengths such as 0k,4k", default=THERE)
+    rows: int | None = samples_setting()
 
     def check(self) -> None:
         """Check that the source can be read."""
@@ -59,7 +61,7 @@ class BabilongTask:
         """Task by task, of each the first row of every length, then the second."""
         parts = self._parts(reader)
         for task in dict.fromkeys(task for task, _ in parts):
-            columns = [self._samples(reader, *part) for part in parts if part[0] == task]
+            columns = [islice(self._samples(reader, *part), self.rows) for part in parts if part[0] == task]
             rows = chain.from_iterable(zip_longest(*columns))
             yield from islice(filter(None, rows), limit)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import SAMPLES, lengths_setting, setting, text_setting
+from kvsurgery.setting import lengths_setting, samples_setting, text_setting
 from kvsurgery.text.haystack import Haystack, check_text, tokens_needed
 from kvsurgery.text.lengths import default_lengths
 from kvsurgery.text.tokens import first_tokens, text_of, token_ids
@@ -36,7 +36,7 @@ class ClozeTask:
     """
 
     lengths: tuple[int, ...] | None = lengths_setting()
-    passages: int = setting(50, "samples", SAMPLES)
+    passages: int = samples_setting(50, None)
     text: str | None = text_setting()
 
     def check(self) -> None:

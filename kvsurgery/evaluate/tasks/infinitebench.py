@@ -17,8 +17,8 @@ from kvsurgery.evaluate.rows import (
     right_answers,
     table_beside,
 )
-from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import SOURCE, THERE, setting
+from kvsurgery.evaluate.sample import Reader, Sample, fewest
+from kvsurgery.setting import SOURCE, THERE, samples_setting, setting
 
 TASKS = table_beside(__file__)
 COLUMNS = {"context": str, "input": str}
@@ -33,6 +33,7 @@ class InfiniteBenchTask:
         source: a dataset's id, a folder with files such as `passkey.jsonl`, or one such file.
         tasks: such as "passkey". None: of a folder all that are there, of an id all.
         prompts: a JSON file with the benchmark's templates by task; fields are called as there.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str = setting("xinrongzhang2022/InfiniteBench", "infinitebench", SOURCE)
@@ -40,6 +41,7 @@ class InfiniteBenchTask:
     prompts: str | None = setting(
         None, "infinitebench_prompts", "a JSON file of templates by task, such as InfiniteBench's", default="shipped"
     )
+    rows: int | None = samples_setting()
 
     def check(self) -> None:
         """Check that there is what the samples need, without reading them."""
@@ -48,6 +50,7 @@ class InfiniteBenchTask:
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows."""
+        limit = fewest(limit, self.rows)
         files, templates = self._files(), self._templates()
         for task, source in files.items():
             if task not in templates:

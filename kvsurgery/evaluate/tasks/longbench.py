@@ -11,9 +11,9 @@ from typing import Any
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import check_source, named_files, read_rows, table_beside
-from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.evaluate.sample import Reader, Sample, fewest
 from kvsurgery.metrics.words import require_jieba
-from kvsurgery.setting import SOURCE, THERE, setting
+from kvsurgery.setting import SOURCE, THERE, samples_setting, setting
 
 DATASETS = table_beside(__file__)
 COLUMNS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str}
@@ -33,6 +33,7 @@ class LongBenchTask:
         datasets: such as "hotpotqa". None: of a folder or file all that are there, of an id all.
         extended: LongBench-E, whose files are called `hotpotqa_e.jsonl`; scores are shown by length too.
         prompts: a file such as LongBench's `dataset2prompt.json`, by dataset a text with {context} and maybe {input}.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str = setting("THUDM/LongBench", "longbench", SOURCE)
@@ -41,6 +42,7 @@ class LongBenchTask:
     prompts: str | None = setting(
         None, "longbench_prompts", "a file such as LongBench's dataset2prompt.json", default="shipped"
     )
+    rows: int | None = samples_setting()
 
     def check(self) -> None:
         """Check that there is what the samples need, without reading them."""
@@ -57,6 +59,7 @@ class LongBenchTask:
         Raises:
             KVSurgeryError: answers are in Chinese, and jieba is not installed.
         """
+        limit = fewest(limit, self.rows)
         self.check()
         prompts = _prompts(self.prompts)
         for name, source in self._files().items():

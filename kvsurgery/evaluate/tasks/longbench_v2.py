@@ -10,8 +10,8 @@ from pathlib import Path
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import truncated_prompt
 from kvsurgery.evaluate.rows import check_source, in_folder, numbered_rows
-from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import SOURCE, setting
+from kvsurgery.evaluate.sample import Reader, Sample, fewest
+from kvsurgery.setting import SOURCE, samples_setting, setting
 from kvsurgery.system.files import reading_text
 
 ANSWER_TOKENS = 128  # at most
@@ -45,12 +45,14 @@ class LongBenchV2Task:
     Attributes:
         source: a dataset's id, a folder with `data.json`, or one file.
         prompt: a file such as LongBench v2's `prompts/0shot.txt`.
+        rows: the most samples, the first ones. None: all.
     """
 
     source: str = setting("THUDM/LongBench-v2", "longbench_v2", SOURCE)
     prompt: str | None = setting(
         None, "longbench_v2_prompt", "a file such as LongBench v2's prompts/0shot.txt", default="shipped"
     )
+    rows: int | None = samples_setting()
 
     def check(self) -> None:
         """Check that the source can be read, and the prompt."""
@@ -59,6 +61,7 @@ class LongBenchV2Task:
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """One of each row, in their order."""
+        limit = fewest(limit, self.rows)
         template, source = _prompt(self.prompt), in_folder(self.source, "data")
         room = reader.max_context - ANSWER_TOKENS
         for _, place, row in numbered_rows(source, COLUMNS, limit, config="default", split="train"):

@@ -11,8 +11,8 @@ from typing import Any
 from kvsurgery.errors import TextError, short
 from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import named_files, numbered_rows, table_beside
-from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import SOURCE, THERE, setting
+from kvsurgery.evaluate.sample import Reader, Sample, fewest
+from kvsurgery.setting import SOURCE, THERE, samples_setting, setting
 
 TASKS = table_beside(__file__)
 
@@ -25,11 +25,13 @@ class LoogleTask:
         source: a dataset's id, a folder with files such as `longdep_qa.jsonl`, or one such file.
         tasks: such as "longdep_qa". None: of a folder all that are there, of an id all.
         prompts: a file such as LooGLE's `task2prompt.json`, by task a text with {input} and maybe {Q}.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str = setting("bigai-nlco/LooGLE", "loogle", SOURCE)
     tasks: tuple[str, ...] | None = setting(None, "loogle_tasks", "tasks such as longdep_qa", default=THERE)
     prompts: str | None = setting(None, "loogle_prompts", "a file such as LooGLE's task2prompt.json", default="shipped")
+    rows: int | None = samples_setting()
 
     def check(self) -> None:
         """Check that there is what the samples need, without reading them."""
@@ -38,6 +40,7 @@ class LoogleTask:
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows and of their questions."""
+        limit = fewest(limit, self.rows)
         files, templates = self._files(), self._templates()
         for task, source in files.items():
             if task not in templates:

@@ -12,8 +12,8 @@ from typing import Any
 from kvsurgery.errors import TextError, short
 from kvsurgery.evaluate.images import image_processor, image_prompt
 from kvsurgery.evaluate.rows import is_texts, named_files, numbered_rows
-from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import THERE, setting
+from kvsurgery.evaluate.sample import Reader, Sample, fewest
+from kvsurgery.setting import THERE, samples_setting, setting
 
 ANSWER_TOKENS = 32  # at most
 TASKS = [f"{kind}-{needle}" for kind in ("retrieval", "counting", "reasoning") for needle in ("text", "image")]
@@ -36,12 +36,14 @@ class MMNIAHTask:
     Attributes:
         source: a folder such as `mm_niah_val`, with `annotations` and `images.tar.gz` unpacked as `images`.
         tasks: such as "retrieval-text". None: all that the folder has.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str | None = setting(
         None, "mm_niah", "MM-NIAH's mm_niah_val or mm_niah_test from the Hub, with its images unpacked", default="none"
     )
     tasks: tuple[str, ...] | None = setting(None, "mm_niah_tasks", "tasks such as counting-image", default=THERE)
+    rows: int | None = samples_setting()
 
     def check(self) -> None:
         """Check that there are files."""
@@ -54,6 +56,7 @@ class MMNIAHTask:
             TextError: an image is missing or lies outside of the folder.
             UnsupportedModel: the model does not read images, or has no processor.
         """
+        limit = fewest(limit, self.rows)
         assert reader.checkpoint is not None
         processor, (images, files) = image_processor(reader.checkpoint), self._files()
         for task, path in files.items():

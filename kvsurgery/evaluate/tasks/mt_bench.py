@@ -9,8 +9,8 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.rows import check_source, in_folder, is_texts, numbered_rows
-from kvsurgery.evaluate.sample import Conversation, Reader, Sample
-from kvsurgery.setting import SOURCE, setting
+from kvsurgery.evaluate.sample import Conversation, Reader, Sample, fewest
+from kvsurgery.setting import SOURCE, samples_setting, setting
 from kvsurgery.text.chat import around_turn, between_turns, turn_tokens
 from kvsurgery.text.tokens import token_ids
 
@@ -26,10 +26,12 @@ class MTBenchTask:
     Attributes:
         source: a dataset's id, a folder with `question.jsonl`, or one file.
         limit: tokens of an answer at most.
+        rows: the most samples, the first ones. None: all.
     """
 
     source: str = setting("HuggingFaceH4/mt_bench_prompts", "mt_bench", SOURCE)
     limit: int = setting(ANSWER_TOKENS, "mt_bench_tokens", "tokens of an answer at most", tokens=True)
+    rows: int | None = samples_setting()
 
     def check(self) -> None:
         """Check that the source can be read."""
@@ -41,6 +43,7 @@ class MTBenchTask:
         Raises:
             UnsupportedModel: there is no chat template for a conversation.
         """
+        limit = fewest(limit, self.rows)
         tokenizer, source = reader.tokenizer, in_folder(self.source, "question")
         separator, turn_affixes = between_turns(tokenizer), around_turn(tokenizer)
         assert turn_affixes is not None  # as there is a template

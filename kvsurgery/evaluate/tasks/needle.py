@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import depths_setting, lengths_setting, needles_setting, text_setting
+from kvsurgery.setting import depths_setting, lengths_setting, needles_setting, samples_setting, text_setting
 from kvsurgery.text.haystack import Haystack, check_text
 from kvsurgery.text.lengths import DEPTHS, default_lengths
 from kvsurgery.text.needle_sets import AUTO, NeedleChoice, read_set, trial_places
@@ -35,6 +35,7 @@ class NeedleTask:
         text: around them: a file, a dataset's id, or None for generated text, as `Haystack.read` takes it.
         needles: a shipped set, a JSONL file, or "auto": the retrieval set that `choice` names.
         choice: what a trial chose; an `Evaluation` fills it in.
+        count: of needles and depths at each length, spread over both. None: each needle at each depth.
     """
 
     lengths: tuple[int, ...] | None = lengths_setting()
@@ -42,6 +43,7 @@ class NeedleTask:
     text: str | None = text_setting()
     needles: str = needles_setting()
     choice: NeedleChoice | None = None
+    count: int | None = samples_setting(None, "every needle at every depth")
 
     def check(self) -> None:
         check_text(self.text)
@@ -49,7 +51,7 @@ class NeedleTask:
             read_set(self.needles)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """The grid, needle by needle.
+        """The grid, needle by needle; of some of its places, place by place.
 
         Raises:
             TextError: a needle or the text is unknown to the tokenizer, a length holds no text around a needle, or no
@@ -59,7 +61,7 @@ class NeedleTask:
         if name == AUTO:
             raise TextError("no needle set has been chosen; name one, such as word")
         grid = self._grid(reader, name)
-        for place in islice(product(range(len(grid.needles)), grid.lengths, self.depths), limit):
+        for place in islice(self._places(grid), limit):
             yield grid.sample(*place)
 
     def trial(self, reader: Reader, name: str) -> list[Sample]:
@@ -70,6 +72,16 @@ class NeedleTask:
         """
         grid = self._grid(reader, name)
         return [grid.sample(number, min(grid.lengths), depth) for number, depth in trial_places(self.depths)]
+
+    def _places(self, grid: _Grid) -> Iterator[tuple[int, int, float]]:
+        """The number of the needle, the length and the depth of each sample."""
+        needles, depths = len(grid.needles), self.depths
+        if self.count is None or self.count >= needles * len(depths):
+            yield from product(range(needles), grid.lengths, depths)
+            return
+        # neighbors have other needles, so that no needle is twice at a depth
+        for place, length in product(range(self.count), grid.lengths):
+            yield place % needles, length, depths[(2 * place + 1) * len(depths) // (2 * self.count)]
 
     def _grid(self, reader: Reader, name: str) -> _Grid:
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):

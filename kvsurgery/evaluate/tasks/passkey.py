@@ -16,10 +16,10 @@ import numpy as np
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import (
-    SAMPLES,
     lengths_setting,
     passkey_tokens_setting,
     passkeys_setting,
+    samples_setting,
     setting,
     text_setting,
 )
@@ -47,17 +47,19 @@ class PasskeyTask:
             tokenizer knows. A question with `{cue}`, at its end, says the passkey's first token, and asks for the
             others. None: the words of DuoAttention, or the passkey alone and its cue where the tokenizer does not know
             them.
+        questions: of each length, a number that takes the place of `prompts`; None: every passkey of these.
     """
 
     lengths: tuple[int, ...] | None = lengths_setting()
     count: int = passkeys_setting(10)
     size: int = passkey_tokens_setting()
-    prompts: int = setting(5, "samples", SAMPLES)
+    prompts: int = 5
     text: str | None = text_setting()
     hidden: str | None = setting(None, "passkey_hidden", "the statement in the text, with {key} and maybe {ordinal}")
     asked: str | None = setting(
         None, "passkey_asked", "the question; {cue} at its end gives the first token of the passkey"
     )
+    questions: int | None = samples_setting(None, 50)
 
     def check(self) -> None:
         check_text(self.text)
@@ -90,10 +92,16 @@ class PasskeyTask:
         haystack = Haystack.read(self.text, reader.tokenizer, needed_tokens, reader.seed)
         alphabet = _alphabet(reader, haystack)
         prompts = (
-            self._prompt(*words, haystack, alphabet, length, number, reader.seed)
-            for number, length in product(range(self.prompts), lengths)
+            _spread(self._prompt(*words, haystack, alphabet, length, number, reader.seed), self.count, asked)
+            for (number, asked), length in product(enumerate(self._asked_counts()), lengths)
         )
         yield from islice(chain.from_iterable(prompts), limit)
+
+    def _asked_counts(self) -> list[int]:
+        """How many passkeys of each prompt are asked for."""
+        questions = self.prompts * self.count if self.questions is None else self.questions
+        whole_prompts, rest = divmod(questions, self.count)
+        return [self.count] * whole_prompts + [rest] * (rest > 0)
 
     def _prompt(
         self,
@@ -142,6 +150,12 @@ class PasskeyTask:
         except TextError as error:
             raise TextError(f"{error}; give words that it knows (`hidden`, `asked`)") from error
         return words, int(CUE in question)
+
+
+def _spread(samples: Iterator[Sample], total: int, count: int) -> Iterator[Sample]:
+    """Some of the samples, at even distances; they are made as they are taken."""
+    places = {(2 * place + 1) * total // (2 * count) for place in range(count)}
+    return (sample for place, sample in enumerate(samples) if place in places)
 
 
 def _alphabet(reader: Reader, haystack: Haystack) -> np.ndarray:

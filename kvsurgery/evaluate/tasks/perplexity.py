@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import SAMPLES, lengths_setting, setting, text_setting
+from kvsurgery.setting import lengths_setting, samples_setting, setting, text_setting
 from kvsurgery.text.haystack import Haystack, check_text, tokens_needed
 from kvsurgery.text.lengths import default_lengths
 from kvsurgery.text.tokens import first_tokens
@@ -34,7 +34,7 @@ class PerplexityTask:
     continuation: int = setting(
         256, "continuation", "number of last tokens that are decoded one by one and measured", tokens=True
     )
-    pieces: int = setting(10, "samples", SAMPLES)
+    pieces: int = samples_setting(10, None)
     text: str | None = text_setting()
 
     def check(self) -> None:

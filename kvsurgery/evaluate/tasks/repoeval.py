@@ -10,8 +10,8 @@ from pathlib import Path
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import truncated_prompt
 from kvsurgery.evaluate.rows import named_files, numbered_rows
-from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import setting
+from kvsurgery.evaluate.sample import Reader, Sample, fewest
+from kvsurgery.setting import samples_setting, setting
 from kvsurgery.system.files import check_readable
 
 ANSWER_TOKENS = 100  # tokens at most; the benchmark's code leaves it to whoever generates
@@ -27,11 +27,13 @@ class RepoEvalTask:
     Attributes:
         source: a folder with the files of RepoCoder's `datasets.zip`, or a file of prompts such as its pipeline writes,
             with code from other files before the unfinished one.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str | None = setting(
         None, "repoeval", "a file of RepoEval, or a folder with RepoCoder's datasets.zip unpacked", default="none"
     )
+    rows: int | None = samples_setting()
 
     def check(self) -> None:
         """Check that there are files."""
@@ -39,6 +41,7 @@ class RepoEvalTask:
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """File by file, in the order of the rows."""
+        limit = fewest(limit, self.rows)
         room = reader.max_context - ANSWER_TOKENS
         for name, path in self._files().items():
             for number, place, row in numbered_rows(path, {"prompt": str}, limit, config=name, split="test"):

@@ -10,9 +10,9 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.rows import named_files, numbered_rows, option_fields, right_answers, table_beside
-from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.evaluate.sample import Reader, Sample, fewest
 from kvsurgery.metrics.functions import LANGUAGES, require_parsers
-from kvsurgery.setting import SOURCE, THERE, setting
+from kvsurgery.setting import SOURCE, THERE, samples_setting, setting
 from kvsurgery.text.chat import turn_with_context
 
 TASKS = table_beside(__file__)
@@ -32,10 +32,12 @@ class SCBenchTask:
     Attributes:
         source: a dataset's id, a folder with files such as `scbench_kv.jsonl`, or one such file.
         tasks: such as "kv". None: of a folder all that are there, of an id all.
+        rows: the most samples of each task, the first ones. None: all.
     """
 
     source: str = setting("microsoft/SCBench", "scbench", SOURCE)
     tasks: tuple[str, ...] | None = setting(None, "scbench_tasks", "tasks such as kv,qa_eng", default=THERE)
+    rows: int | None = samples_setting()
 
     def check(self) -> None:
         """Check that there is what the samples need, without reading them."""
@@ -44,6 +46,7 @@ class SCBenchTask:
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows and of their questions."""
+        limit = fewest(limit, self.rows)
         for name, source in self._files().items():
             yield from self._samples(reader, name, source, limit)
 

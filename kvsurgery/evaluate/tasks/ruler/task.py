@@ -25,7 +25,7 @@ from kvsurgery.evaluate.tasks.ruler.puzzles import (
     variable_tracking,
 )
 from kvsurgery.evaluate.tasks.ruler.questions import read_hotpot, read_squad
-from kvsurgery.setting import SAMPLES, setting, text_setting
+from kvsurgery.setting import samples_setting, setting, text_setting
 from kvsurgery.system.files import check_readable
 from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text
@@ -67,7 +67,7 @@ class RulerTask:
     tasks: tuple[str, ...] | None = setting(
         None, "ruler_tasks", "tasks such as niah_single_1,vt", default="all that can be made"
     )
-    count: int = setting(20, "samples", SAMPLES)
+    count: int = samples_setting(20, None)
     text: str | None = text_setting()
     squad: str | None = setting(None, "squad", "SQuAD file for qa_1")
     hotpot: str | None = setting(None, "hotpot", "HotpotQA file for qa_2")
