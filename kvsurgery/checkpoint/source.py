@@ -79,9 +79,9 @@ class Checkpoint:
         return sum(shard.size for shard in self.shards)
 
     @cached_property
-    def tied(self) -> bool:
-        """Whether the output layer is the embedding: no lm_head of its own is stored."""
-        return not any(tensor.name.endswith("lm_head.weight") for tensor in self.tensors)
+    def has_output(self) -> bool:
+        """Whether an output layer is stored."""
+        return any(tensor.name.endswith("lm_head.weight") for tensor in self.tensors)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
-from kvsurgery.conversion.plan import heads_by_layer, plan_moves
+from kvsurgery.conversion.plan import check_complete, heads_by_layer, plan_moves
 from kvsurgery.conversion.resemblance import resemblance
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import both_rope_spellings
@@ -102,6 +102,7 @@ class Facts:
         parameters: by dtype; empty where there are no safetensors weights.
         shards, size: weight files, and their bytes.
         tied: whether the output layer is the embedding.
+        has_output: whether an output layer of its own is stored.
         problem: why it cannot be converted; None if it can be or was.
         resembles: for an unknown family, the most similar known one and what differs.
         surgery: how it was converted, if it was.
@@ -122,6 +123,7 @@ class Facts:
     shards: int
     size: int
     tied: bool
+    has_output: bool
     problem: str | None
     resembles: str | None
     surgery: Surgery | None
@@ -181,7 +183,8 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         parameters=dict(parameters.most_common()),
         shards=len(checkpoint.shards) if checkpoint else 0,
         size=checkpoint.size if checkpoint else 0,
-        tied=checkpoint.tied if checkpoint else False,
+        tied=checkpoint is not None and not checkpoint.has_output and _is_tied(config),
+        has_output=checkpoint is not None and checkpoint.has_output,
         problem=problem,
         resembles=resemblance(checkpoint) if checkpoint and _could_get_patch(config) else None,
         surgery=surgery,
@@ -194,7 +197,8 @@ def _problem(checkpoint: Checkpoint) -> str | None:
         family = Family.of(checkpoint.config)
         if None not in family.windows(checkpoint.config):
             return "no layer has full attention; there is nothing to convert"
-        plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
+        moves = plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
+        check_complete(checkpoint.name, family, checkpoint.config, moves)
     except UnsupportedModel as error:
         return str(error)
     return None
@@ -221,6 +225,15 @@ def _replicated(config: Mapping[str, Any]) -> bool:
         return Family.of(_stock_config(config)).replicated
     except UnsupportedModel:
         return False
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the stock class makes the output layer of the embedding; where the family is not known, it does."""
+    stock_config = _stock_config(config)
+    try:
+        return Family.of(stock_config).is_tied(stock_config)
+    except UnsupportedModel:
+        return True
 
 
 def _stock_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,13 +10,14 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import changed_headers
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_files import chunks, walk
-from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.checkpoint.source import CONFIG, Checkpoint
 from kvsurgery.conversion.converted import Converted, open_converted
 from kvsurgery.conversion.engine import JOBS, move_bytes
-from kvsurgery.conversion.plan import unmoved
+from kvsurgery.conversion.plan import check_complete, unmoved
 from kvsurgery.emit.card import code_hashes
 from kvsurgery.errors import CheckpointError, Mismatch
 
@@ -54,7 +56,8 @@ def verify(
     Files come before weights, and headers before tensors, so that most damage is found early.
 
     Raises:
-        CheckpointError: `folder` is not a converted checkpoint, or `source` no checkpoint or a converted one.
+        CheckpointError: `folder` is not a converted checkpoint, or lacks a tensor that its original lacked; or `source`
+            is no checkpoint, or a converted one.
         Mismatch: the first file or tensor that is not what was recorded.
     """
     start, folder = time.monotonic(), Path(folder)
@@ -66,6 +69,7 @@ def verify(
     recorded_names = {PROVENANCE, *recorded_files, *provenance.headers}
     unrecorded = tuple(name for name in walk(folder) if name not in recorded_names and not name.startswith("."))
     converted = open_converted(folder)
+    _check_complete(converted)
     original = None if source is None else Checkpoint.open(source)
     if original is not None:
         if (original.folder / PROVENANCE).exists():
@@ -83,6 +87,11 @@ def verify(
         code_hashes({name: (folder / name).read_bytes() for name in provenance.emitted if name.endswith(".py")}),
         time.monotonic() - start,
     )
+
+
+def _check_complete(converted: Converted) -> None:
+    config = json.loads(converted.provenance.originals[CONFIG])
+    check_complete(str(converted.folder), Family.of(config), config, converted.moves)
 
 
 def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], None] | None) -> None:
