@@ -13,6 +13,7 @@ from typing import Any
 from kvsurgery.checkpoint.headers import Shard, Tensor, check_regular, read_shard, reading
 from kvsurgery.checkpoint.journal import check_finished
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.system.repo_id import cached_origin
 from kvsurgery.templates.kv_layout import text_config
 
 CONFIG = "config.json"
@@ -28,7 +29,7 @@ class Checkpoint:
 
     Attributes:
         folder: where it lies; its files may be symlinks, as in the Hub cache.
-        name: what people call it: Hub id, or the folder's name.
+        name: what people call it: Hub id, also of a folder in a cache of the Hub, or the folder's name.
         revision: commit on the Hub, where known.
         config: config.json.
         shards: by file name.
@@ -55,7 +56,9 @@ class Checkpoint:
             raise UnsupportedModel(f"{folder} has an adapter; merge it into the model first (merge_and_unload)")
         config = read_config(folder)
         shards, index = read_weights(folder)
-        return cls(folder, name or folder.resolve().name, revision, config, shards, index)
+        if name is None:
+            name, revision = cached_origin(folder) or (folder.resolve().name, revision)
+        return cls(folder, name, revision, config, shards, index)
 
     @property
     def tensors(self) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from kvsurgery.checkpoint.dtype import loading_dtype
 from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
@@ -21,7 +22,7 @@ from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.heads.kinds import BUDGETED, STREAMING, HeadKind, counts, decided_kinds, head_list
 from kvsurgery.heads.section import quantization_section
-from kvsurgery.system.repo_id import checkpoint_folder
+from kvsurgery.system.repo_id import cached_origin, checkpoint_folder
 from kvsurgery.templates.kv_layout import KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.vllm.forecast import forecast_or_refusal
@@ -142,7 +143,8 @@ def inspect(source: str | Path, revision: str | None = None) -> Facts:
     """
     name, folder = str(source), checkpoint_folder(source)
     if folder is not None:
-        return inspect_checkpoint(folder, name)
+        _, commit = cached_origin(folder) or (name, None)
+        return inspect_checkpoint(folder, name, commit)
     from kvsurgery import hub
 
     with hub.headers(name, revision) as remote:
@@ -161,6 +163,8 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         checkpoint = Checkpoint.open(folder, name, revision)
     except UnsupportedModel as error:
         problem = str(error)
+    if "kv_surgery" in config and checkpoint is not None:
+        config = {**config, "dtype": loading_dtype(config, checkpoint.shards)}
     surgery = _surgery(folder, name, config) if "kv_surgery" in config else None
     if checkpoint is not None and surgery is None:
         problem = _problem(checkpoint)
@@ -198,6 +202,7 @@ def _problem(checkpoint: Checkpoint) -> str | None:
         if None not in family.windows(checkpoint.config):
             return "no layer has full attention; there is nothing to convert"
         moves = plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
+        loading_dtype(checkpoint.config, checkpoint.shards)
         check_complete(checkpoint.name, family, checkpoint.config, moves)
     except UnsupportedModel as error:
         return str(error)

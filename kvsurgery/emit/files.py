@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvsurgery.checkpoint.dtype import loading_dtype
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.emit.card import model_card
@@ -17,7 +18,8 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile |
     Raises:
         UnsupportedModel, CheckpointError: the source's config or generation config is not what surgery covers.
     """
-    config, family = converted_config(checkpoint.config, policy), Family.of(checkpoint.config)
+    family = Family.of(checkpoint.config)
+    config = converted_config(checkpoint.config, policy, loading_dtype(checkpoint.config, checkpoint.shards))
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     files = code_files(family, Needs.of(policy))
