@@ -10,7 +10,19 @@ from typing import Any, get_args
 
 import click
 
-from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, LocalPath, Several, Tokens, flag, in_group
+from kvsurgery.cli.options import (
+    CACHE,
+    DEVICES,
+    HEADS,
+    PROMPTS,
+    RUNNING,
+    Bits,
+    LocalPath,
+    Several,
+    Tokens,
+    flag,
+    in_group,
+)
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.heads.kinds import Rest
 from kvsurgery.recipe import CHOICES, Demand, Recipe
@@ -128,6 +140,12 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "tp_uneven": (
             bool,
             "With --tp: keep exactly the requested full heads, although some processes then hold more.",
+        ),
+    },
+    RUNNING: {
+        "ignore_model_code": (
+            bool,
+            "Convert a model with modeling code of its own as the transformers model of its `model_type`.",
         ),
     },
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvsurgery.checkpoint.dtype import loading_dtype
 from kvsurgery.checkpoint.family import Family, supported
+from kvsurgery.checkpoint.model_code import check_stock, lacks_code, saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.conversion.plan import check_complete, heads_by_layer, plan_moves
@@ -168,6 +169,8 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
     surgery = _surgery(folder, name, config) if "kv_surgery" in config else None
     if checkpoint is not None and surgery is None:
         problem = _problem(checkpoint)
+    if surgery is not None and not surgery.revertible and lacks_code(folder, config):
+        problem = saved_again(folder, config)
     parameters: Counter[str] = Counter()
     for tensor in checkpoint.tensors if checkpoint else ():
         parameters[tensor.dtype] += math.prod(tensor.shape)
@@ -198,6 +201,7 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
 def _problem(checkpoint: Checkpoint) -> str | None:
     """Why a stock checkpoint cannot be converted, whatever the policy."""
     try:
+        check_stock(checkpoint.folder, checkpoint.config)
         family = Family.of(checkpoint.config)
         if None not in family.windows(checkpoint.config):
             return "no layer has full attention; there is nothing to convert"

@@ -12,10 +12,11 @@ from blake3 import blake3
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import changed_headers
+from kvsurgery.checkpoint.model_code import saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_files import chunks, walk
 from kvsurgery.checkpoint.source import CONFIG, Checkpoint
-from kvsurgery.conversion.converted import Converted, open_converted
+from kvsurgery.conversion.converted import Converted, open_converted, read_provenance
 from kvsurgery.conversion.engine import JOBS, move_bytes
 from kvsurgery.conversion.plan import check_complete, unmoved
 from kvsurgery.emit.card import code_hashes
@@ -31,7 +32,7 @@ class VerifyReport:
         size: bytes of its weights.
         tensors, files: how many match their recorded hash.
         unrecorded: files that the conversion did not write.
-        hashes: SHA-256 of every emitted `.py` file, by name.
+        hashes: SHA-256 of every `.py` file that was written, by name.
         seconds: wall time.
     """
 
@@ -61,7 +62,7 @@ def verify(
         Mismatch: the first file or tensor that is not what was recorded.
     """
     start, folder = time.monotonic(), Path(folder)
-    provenance = Provenance.read(folder)
+    provenance = read_provenance(folder)
     recorded_files = {**provenance.emitted, **provenance.copied}
     checked_hashes = {name: digest for name, digest in recorded_files.items() if digest and not is_editable(name)}
     for name, digest in checked_hashes.items():
@@ -74,6 +75,8 @@ def verify(
     if original is not None:
         if (original.folder / PROVENANCE).exists():
             raise CheckpointError(f"{source} is a converted checkpoint; give the original that {folder} was made of")
+        if explanation := saved_again(original.folder, original.config):
+            raise CheckpointError(explanation)
         check_source_files(converted, original)
     _check_tensors(converted, jobs, progress)
     if original is not None:
@@ -84,7 +87,7 @@ def verify(
         len(converted.moves),
         len(checked_hashes),
         unrecorded,
-        code_hashes({name: (folder / name).read_bytes() for name in provenance.emitted if name.endswith(".py")}),
+        code_hashes({name: (folder / name).read_bytes() for name in recorded_files if name.endswith(".py")}),
         time.monotonic() - start,
     )
 

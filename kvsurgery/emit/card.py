@@ -10,6 +10,7 @@ from hashlib import sha256
 from typing import Any
 
 from kvsurgery.checkpoint.dtype import ITEMSIZES, config_dtype
+from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.emit.config import auto_class
 from kvsurgery.heads.kinds import OTHERS, unquantized
 from kvsurgery.heads.lengths import length_name, lengths_of
@@ -79,6 +80,7 @@ def model_card(
     code: Mapping[str, bytes],
     original: str = "",
     replicated: bool = False,
+    side_code: SideCode | None = None,
 ) -> str:
     """README.md of a converted checkpoint.
 
@@ -89,11 +91,12 @@ def model_card(
         code: every emitted `.py` file by its name, in the order to read them.
         original: the source's README.md, for its license and language.
         replicated: whether every process of tensor parallelism has all heads, as `Family` says.
+        side_code: code of the source's tokenizer or processor.
     """
     from kvsurgery.emit.rendering import template_environment
 
     repo_id = re.match(r"[\w.-]+/[\w.-]+(?=/|$)", base_model)
-    auto = auto_class(config)
+    auto, side_code = auto_class(config), side_code or SideCode({}, ())
     layers = policy.layout.layers
     template = template_environment().get_template("model_card.md.jinja")
     return template.render(
@@ -103,7 +106,7 @@ def model_card(
         code={name: _summary(text) for name, text in code.items()},
         dtype=loaded_dtype(config),
         front_matter=_front_matter(repo_id[0] if repo_id else None, original),
-        hashes=code_hashes(code),
+        hashes=code_hashes({**code, **side_code.files}),
         kv_rows=[{**row, "tokens": length_name(row["tokens"])} for row in kv_table(config)],
         linear_layers=sum(not layer.heads for layer in policy.layout.attended),
         longest=length_name(lengths_of(config)[-1]),
@@ -116,6 +119,7 @@ def model_card(
         quantization=quantization_section(policy.layout),
         ranks=rank_table(config, replicated),
         replicated=replicated,
+        side_code=side_code,
         served=forecast_or_refusal(config),
         sharing_layers=sum(layer.source is not None for layer in policy.layers),
         unquantized=[kind.heads for kind in unquantized(policy.layout)],

@@ -11,6 +11,7 @@ from typing import Any
 from kvsurgery.checkpoint.attention_rules import FULL_ATTENTION, SLIDING_ATTENTION
 from kvsurgery.checkpoint.dtype import KEYS
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.side_code import side_references
 from kvsurgery.errors import CheckpointError
 from kvsurgery.heads.section import layout_section
 from kvsurgery.policy.policy import Policy
@@ -53,7 +54,8 @@ def converted_config(config: Mapping[str, Any], policy: Policy, dtype: str | Non
         text["layer_types"] = [LINEAR if window == 0 else FULL_ATTENTION for window in family.windows(config)]
     if dtype is not None:
         _name_dtype(result, text, dtype)
-    result["auto_map"] = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
+    own_classes = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
+    result["auto_map"] = side_references(result) | own_classes
     section = layout_section(policy.layout)
     layers = section.pop("layers")
     reform = {"reform": asdict(policy.reform)} if policy.reform else {}

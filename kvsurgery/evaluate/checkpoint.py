@@ -19,6 +19,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model_code import lacks_code, saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.emit.config import auto_class
@@ -108,6 +109,8 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
     config = read_config(folder)
     converted = "kv_surgery" in config
     if converted and not stock:
+        if lacks_code(Path(folder), config):
+            raise CheckpointError(saved_again(Path(folder), config) or f"{folder} lacks the code of its conversion")
         counts = KVLayout.from_config(config).processes
         if tp not in counts:
             raise CheckpointError(
