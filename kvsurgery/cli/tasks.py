@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import TASKS, LocalPath, Several, Tokens, in_group
-from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, seed_option
+from kvsurgery.cli.running import (
+    POSITIVE,
+    chosen_dtype,
+    device_option,
+    dtype_option,
+    seed_option,
+    trust_remote_code_option,
+)
 from kvsurgery.cli.settings import foreign_options, given_settings, setting_options
 from kvsurgery.evaluate.tasks import task_classes
 from kvsurgery.setting import CHUNK_HELP
@@ -38,6 +45,7 @@ def task_options(command: Any) -> Any:
         seed_option,
         device_option,
         dtype_option,
+        trust_remote_code_option,
     )
     return in_group(TASKS, *run)(setting_options(task_classes(), TASKS)(command))
 
@@ -76,4 +84,5 @@ def run_options(ctx: click.Context, folder: Path) -> Options:
     from kvsurgery.evaluate.options import Options
 
     dtype = chosen_dtype(ctx.params["dtype"], folder, ctx.params["device"])
-    return Options(**{name: ctx.params[name] for name in ("limit", "batch", "chunk", "seed")}, dtype=dtype)
+    names = "limit", "batch", "chunk", "seed", "trust_remote_code"
+    return Options(**{name: ctx.params[name] for name in names}, dtype=dtype)

@@ -15,6 +15,8 @@ from kvsurgery import revert, verify
 from kvsurgery.checkpoint.side_code import SIDE_CONFIGS, SideCode
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.errors import CheckpointError, Mismatch
+from tests.docs.pages import ROOT
+from tests.helpers.command import run
 from tests.helpers.shards import tree
 from tests.helpers.surgery import convert_folder
 from tests.helpers.vocabularies import tokenizer
@@ -132,3 +134,36 @@ def test_code_of_another_repository(source: Path, tmp_path: Path) -> None:
     card = (out / "README.md").read_text()
     assert "owner/repo" in card
     assert "their.Own" in card
+
+
+@pytest.fixture(scope="module")
+def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, whose tokenizer has code of its own, and says so in a file when this runs."""
+    folder = tmp_path_factory.mktemp("own") / "model"
+    shutil.copytree(ROOT / "examples" / "tiny-recall" / "model", folder)
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    content |= {"auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}, "tokenizer_class": "OwnTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    ran = f"open({str(folder.parent / 'ran')!r}, 'w').close()\n"
+    (folder / "own_tokenizer.py").write_text(TOKENIZER.replace("from .parts import NAME", "NAME = 'own'") + ran)
+    return folder
+
+
+COMMANDS = {
+    "eval": ("eval", "--tasks", "cloze", "--lengths", "128", "--samples", "1", "--device", "cpu"),
+    "compute": ("profile", "compute", "--method", "attention", "--samples", "1", "--device", "cpu"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_never_ask(with_code: Path, tmp_path: Path, command: str) -> None:
+    """Without the option, a line and nothing that ran; standard input is not read."""
+    name, *options = COMMANDS[command]
+    name = [name, options.pop(0)] if name == "profile" else [name]
+    out = tmp_path / "out.safetensors"
+    result = run(*name, with_code, *options, "--out", out)
+    assert result.exit_code == 1
+    assert "--trust-remote-code" in result.stderr
+    assert "[y/N]" not in result.output
+    assert not (with_code.parent / "ran").exists()
+    assert not out.exists()
