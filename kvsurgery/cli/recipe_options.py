@@ -319,7 +319,7 @@ def flags_of(recipe: Recipe) -> list[str]:
 def in_flags(message: str) -> str:
     """A message with options in place of settings in backticks: of recipes, evaluations and measurements."""
     names = [name for names in FIELDS.values() for name in names]
-    names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp"]
+    names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp", "trust_remote_code"]
     names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
     names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
     names += ["how", "base_model", "batches", "rounds", "limit", "seed", "samples", "loss", "lr", "curve", "answers"]
