@@ -64,6 +64,18 @@ def not_loaded(source: object, error: Exception) -> CheckpointError:
     return CheckpointError(f"{source} cannot be loaded: {(str(error) or type(error).__name__).splitlines()[0]}")
 
 
+def needs_trust(error: Exception) -> bool:
+    """Whether transformers refuses to run code of a checkpoint without `trust_remote_code`."""
+    return "trust_remote_code" in str(error)
+
+
+def untrusted(source: object, part: str) -> UnsupportedModel:
+    """The error for a checkpoint, a part of which has code of its own."""
+    return UnsupportedModel(
+        f"the {part} of {source} has code of its own; read it, and set `trust_remote_code` to run it"
+    )
+
+
 def short(value: object) -> str:
     """A value as an error shows it, in at most 60 characters."""
     return cut(repr(value))

@@ -146,6 +146,8 @@ class Recipe:
         tp: processes of tensor parallelism that heads are laid out for, or a multiple of their number.
         tp_uneven: keep exactly the full heads asked for, though some processes then hold more of them.
 
+        ignore_model_code: convert a model with modeling code of its own as the stock model of its `model_type`.
+
         reform: how long prompts are read; used with a reform profile.
         fit: choose full heads, budget and bits so that this fits.
 
@@ -186,6 +188,8 @@ class Recipe:
 
     tp: int = 1
     tp_uneven: bool = False
+
+    ignore_model_code: bool = False
 
     reform: ReformSizes = ReformSizes()
     fit: Demand | None = None

@@ -36,6 +36,7 @@ def benchmark(
     dtype: str = "auto",
     command: str = "",
     progress: Progress = silent,
+    trust_remote_code: bool = False,
 ) -> Bench:
     """Measure a converted checkpoint beside the original; processes that a launcher started share both.
 
@@ -47,6 +48,7 @@ def benchmark(
         dtype: of the weights and caches; "auto" is the checkpoint's.
         command: the command that was typed, for the results.
         progress: as `measure` calls it, and before, while models are loaded.
+        trust_remote_code: run code that the config names, apart from that of the conversion.
 
     Raises:
         CheckpointError: `folder` was not converted, or not for this many processes, or a model cannot be loaded.
@@ -55,7 +57,8 @@ def benchmark(
     facts, surgery = _inspect_converted(folder)
     device_name = usable_device(device)
     work = workload or default_workload(folder, device_name)
-    positions, budget = read_text_config(folder).max_position_embeddings, _recompute_budget(surgery)
+    positions = read_text_config(folder, trust_remote_code).max_position_embeddings
+    budget = _recompute_budget(surgery)
     for length in work.lengths:
         if length + work.new > positions and (budget is None or length <= budget):
             raise KVSurgeryError(
@@ -93,7 +96,9 @@ def benchmark(
     )
 
 
-def default_workload(folder: Path, device: str | None = None, new: int = Workload.new) -> Workload:
+def default_workload(
+    folder: Path, device: str | None = None, new: int = Workload.new, trust_remote_code: bool = False
+) -> Workload:
     """Prompts and chunks that suit the device and a converted checkpoint's context, with room for `new` tokens.
 
     Raises:
@@ -102,7 +107,7 @@ def default_workload(folder: Path, device: str | None = None, new: int = Workloa
     """
     _, surgery = _inspect_converted(folder)
     kind = torch.device(usable_device(device)).type
-    room = max(read_text_config(folder).max_position_embeddings - new, 1)
+    room = max(read_text_config(folder, trust_remote_code).max_position_embeddings - new, 1)
     return Workload(default_lengths(kind, room, _recompute_budget(surgery)), new=new, chunk=DEFAULT_CHUNK[kind])
 
 

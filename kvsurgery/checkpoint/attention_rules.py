@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvsurgery.checkpoint.patch import FullAttention, Windows
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.templates.kv_layout import LINEAR, text_config
@@ -26,24 +27,24 @@ class AttentionRules:
     Attributes:
         defaults: of the family's config class, for keys that a config leaves out.
         window: the table `[windows]` of the family's file, which says what layers without full attention have.
-        full_attention: the table `[full_attention]`, empty where all layers have heads of one number and size.
+        full_attention: the table `[full_attention]`, None where all layers have heads of one number and size.
         sharing: the config key that counts the layers without a KV cache of their own.
     """
 
     defaults: Mapping[str, Any]
-    window: Mapping[str, Any] | None
-    full_attention: Mapping[str, str]
+    window: Windows | None
+    full_attention: FullAttention | None
     sharing: str | None
 
     @property
     def has_linear_layers(self) -> bool:
         """Whether the layers without full attention have linear attention."""
-        return self.window is not None and self.window.get("kind") == LINEAR
+        return self.window is not None and self.window.kind == LINEAR
 
     @property
     def has_chunked_layers(self) -> bool:
         """Whether the layers without full attention have chunked attention."""
-        return self.window is not None and self.window.get("kind") == CHUNKED_ATTENTION
+        return self.window is not None and self.window.kind == CHUNKED_ATTENTION
 
     def dimensions(self, config: Mapping[str, Any]) -> ModelDimensions:
         """Attention dimensions of layers with full attention, with the defaults of the family's config class.
@@ -76,13 +77,15 @@ class AttentionRules:
         """Whether a layer has a tensor that others of the model have.
 
         Where keys are values, it has no `v_proj`; where it shares the KV cache of an earlier layer, neither that nor
-        `k_proj`.
+        anything else of keys. Linear attention has tensors of its own.
         """
         config = text_config(config)
-        if layer in self.sources(config) and part.startswith(("self_attn.k_proj.", "self_attn.v_proj.")):
+        if layer in self.sources(config) and part.startswith(("self_attn.k_", "self_attn.v_")):
             return False
-        switch = self.full_attention.get("keys_are_values")
-        if switch is None or not part.startswith("self_attn.v_proj.") or not self._value(config, switch):
+        if self.has_linear_layers and part.startswith(("self_attn.", "linear_attn.")):
+            return part.startswith("linear_attn.") == (self.windows(config)[layer] == 0)
+        full = self.full_attention
+        if full is None or not part.startswith("self_attn.v_proj.") or not self._value(config, full.keys_are_values):
             return True
         return self.windows(config)[layer] is not None
 
@@ -173,14 +176,14 @@ class AttentionRules:
 
         They lie under keys of the family, or in `per_layer_config`, which transformers 5 writes in their place.
         """
-        if not self.full_attention:
+        if self.full_attention is None:
             if config.get("per_layer_config") not in (None, {}):
                 raise UnsupportedModel("config.json: per_layer_config is not supported for models of this family")
             return {}
         if "per_layer_config" not in config:
-            keys = {"head_dim": self.full_attention["head_dim"]}
-            if self._value(config, self.full_attention["keys_are_values"]):
-                keys["num_key_value_heads"] = self.full_attention["num_key_value_heads"]
+            keys = {"head_dim": self.full_attention.head_dim}
+            if self._value(config, self.full_attention.keys_are_values):
+                keys["num_key_value_heads"] = self.full_attention.num_key_value_heads
             overrides = {name: self._value(config, key) for name, key in keys.items()}
             return {name: value for name, value in overrides.items() if value is not None}
         layers = {} if config["per_layer_config"] is None else config["per_layer_config"]  # null: all are alike
@@ -211,15 +214,15 @@ class AttentionRules:
             raise UnsupportedModel(f"config.json: layer_types is {config['layer_types']!r}, not a list")
         if window is None:
             return [False] * layers, None
-        enabled = "enabled_by" not in window or self._value(config, window["enabled_by"])
+        enabled = window.enabled_by is None or self._value(config, window.enabled_by)
         size = self._value(config, self._window_size) if enabled else None
         if self.has_linear_layers:
             size = 0
-        types = config.get("layer_types") if window.get("layer_types") else None
-        if types is None and size is not None and window.get("layer_types") == "required":
+        types = config.get("layer_types") if window.layer_types else None
+        if types is None and size is not None and window.layer_types == "required":
             raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
-            allowed_types = (FULL_ATTENTION, window.get("kind", SLIDING_ATTENTION))
+            allowed_types = (FULL_ATTENTION, window.kind)
             if len(types) != layers or any(item not in allowed_types for item in types):
                 raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(allowed_types)}")
             # stock code takes the last layer of a family with two kinds of heads for one with full attention
@@ -227,26 +230,24 @@ class AttentionRules:
             return [item != FULL_ATTENTION for item in kinds], size
         if size is None:
             return [False] * layers, size
-        flags = self._value(config, window["layers"]) if "layers" in window else None
+        flags = self._value(config, window.layers) if window.layers else None
         if flags:
             if not isinstance(flags, list) or len(flags) < layers:
-                raise UnsupportedModel(
-                    f"config.json: {window['layers']} must have a number for each of {layers} layers"
-                )
+                raise UnsupportedModel(f"config.json: {window.layers} must have a number for each of {layers} layers")
             return [bool(flag) for flag in flags[:layers]], size
-        first_layer = self._value(config, window["from_layer"]) if "from_layer" in window else 0
-        period = window.get("full_every")
+        first_layer = self._value(config, window.from_layer) if window.from_layer else 0
+        period = window.full_every
         if isinstance(period, str):
             period = self._number(config, period)
         if type(first_layer) is not int:
-            raise UnsupportedModel(f"config.json: {window['from_layer']} is {first_layer!r}, not a number of layers")
+            raise UnsupportedModel(f"config.json: {window.from_layer} is {first_layer!r}, not a number of layers")
         sliding = [layer >= first_layer and (period is None or (layer + 1) % period != 0) for layer in range(layers)]
         return [*sliding[:-1], False] if self.full_attention else sliding, size
 
     @property
     def _window_size(self) -> str:
         """What a config calls the size of windows or chunks."""
-        return (self.window or {}).get("size", "sliding_window")
+        return self.window.size if self.window else "sliding_window"
 
     def _value(self, config: Mapping[str, Any], key: str) -> Any:
         return config.get(key, self.defaults.get(key))

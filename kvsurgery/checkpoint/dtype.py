@@ -1,14 +1,15 @@
-"""In which dtype a model is measured: a CPU computes 16-bit weights slowly where it has no instructions for them."""
+"""In which dtype a model is loaded, and measured: a CPU without instructions for 16-bit weights is slow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvsurgery.checkpoint.headers import Shard
 from kvsurgery.checkpoint.source import read_config, read_weights
-from kvsurgery.errors import KVSurgeryError
+from kvsurgery.errors import KVSurgeryError, UnsupportedModel, short
 from kvsurgery.templates.kv_layout import text_config
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -18,6 +19,9 @@ INSTRUCTIONS = {
     "float16": {"amx_fp16", "avx512_fp16", "asimdhp"},
 }
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
+ALIASES = {"double": "float64", "float": "float32", "half": "float16"}  # other names that torch has
+KEYS = ("dtype", "torch_dtype")  # of config.json, as transformers 5 and 4 write it
 
 
 def slow_on_cpu(dtype: str | None) -> bool:
@@ -39,9 +43,29 @@ def cpu_features() -> frozenset[str]:
 def config_dtype(config: Mapping[str, Any]) -> str | None:
     """The dtype that a config.json names, for all of the model or for its text model, such as "bfloat16"; None: none is
     named."""
-    # transformers 5 writes `dtype`
-    names = (section.get(key) for section in (config, text_config(config)) for key in ("dtype", "torch_dtype"))
-    return next((name.removeprefix("torch.") for name in names if isinstance(name, str) and name), None)
+    values = (section.get(key) for section in (config, text_config(config)) for key in KEYS)
+    names = (name.removeprefix("torch.") for name in values if isinstance(name, str) and name)
+    return next((ALIASES.get(name, name) for name in names), None)
+
+
+def loading_dtype(config: Mapping[str, Any], shards: Sequence[Shard]) -> str:
+    """The dtype that `dtype="auto"` loads a checkpoint in: that of config.json, or else of the first weight by name.
+
+    Of a text model inside another one, transformers 5 reads the config around it, and so does this.
+
+    Raises:
+        UnsupportedModel: transformers cannot load this dtype.
+    """
+    value = next((config[key] for key in KEYS if config.get(key) is not None), None)
+    if value is None:
+        weights = sorted(shards[0].tensors, key=lambda tensor: tensor.name)
+        return next((STORED[tensor.dtype] for tensor in weights if tensor.dtype in STORED), "float32")
+    dtype = ALIASES.get(value, value) if isinstance(value, str) else ""
+    if dtype not in ITEMSIZES:
+        raise UnsupportedModel(
+            f"config.json: dtype is {short(value)}, which transformers cannot load; write one of {', '.join(ITEMSIZES)}"
+        )
+    return dtype
 
 
 def stored_dtype(folder: Path) -> str | None:
@@ -50,12 +74,11 @@ def stored_dtype(folder: Path) -> str | None:
 
     Raises:
         CheckpointError: there is no config.json.
+        UnsupportedModel: transformers cannot load this dtype.
     """
     config = read_config(folder)
-    if dtype := config_dtype(config):
-        return dtype
     try:
         shards = read_weights(folder)[0]
     except KVSurgeryError:  # of a Hub id there is the config only
-        return None
-    return next((STORED[tensor.dtype] for shard in shards for tensor in shard.tensors if tensor.dtype in STORED), None)
+        return config_dtype(config)
+    return loading_dtype(config, shards)

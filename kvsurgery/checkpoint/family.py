@@ -4,81 +4,68 @@ A patch says what the family's config assumes for keys left out, which layers ha
 config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
 `["qkv", "hidden"]` all heads one after the other; `query_heads` is one number for each query head, and `gated_queries`
-each query head's rows and as many of its gate. `*` in a name stands for a number, `**` for anything. In `[windows]`,
-`kind` is what `layer_types` calls layers without full attention, `size` the key of their window, and `layers` that of a
-list with a number for each layer, 0 where it has full attention. `[full_attention]` has the config keys of dimensions
-that layers with full attention have of their own, and of the switch for layers without `v_proj`, whose values are made
-from the projected keys. `[parallel]` says where transformers' tensor parallelism does not split the heads, `[reform]`
-why REFORM does not cover a family, `[measure]` why its heads cannot be measured. `[rope]` says whether layer types have
-RoPE of their own, and whether `rope_parameters` is their only spelling, `[sharing]` which config key counts the last
-layers that share the KV cache of earlier ones, `[modeling]` is what the emitted code says of the family.
+each query head's rows and as many of its gate. `*` in a name stands for a number, `**` for anything.
+
+Every tensor that a patch lists must be in a checkpoint, each layer has those of layers, and as many for a `*` as the
+config key in `[numbers]` says. Exceptions are `lm_head.weight` where embeddings are tied, names with `**`, those of
+`unread` in `[copy]`, and those of `[permute_if_present]`, unless `[when]` lists them: by config key, patterns of the
+tensors that a model has if the key's value is true. `[experts]` says which layers have experts, and which tensors only
+layers with and without them have. `[instead]` has what may be there in place of a tensor.
+
+In `[windows]`, `kind` is what `layer_types` calls layers without full attention, `size` the key of their window, and
+`layers` that of a list with a number for each layer, 0 where it has full attention. `[full_attention]` has the config
+keys of dimensions that layers with full attention have of their own, and of the switch for layers without `v_proj`,
+whose values are made from the projected keys. `[parallel]` says where transformers' tensor parallelism does not split
+the heads, `[reform]` why REFORM does not cover a family, `[measure]` why its heads cannot be measured. `[rope]` says
+whether layer types have RoPE of their own, and whether `rope_parameters` is their only spelling, `[sharing]` which
+config key counts the last layers that share the KV cache of earlier ones, `[modeling]` is what the emitted code says
+of the family.
 
 The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
-its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
+its tensors lie; all that concerns heads is then that family's, and read from `text_config`. `[beside]` says which files
+in `modules/` list the tensors of its towers and projectors.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
 
-from kvsurgery.checkpoint.attention_rules import AttentionRules
-from kvsurgery.checkpoint.role import Role
-from kvsurgery.errors import UnsupportedModel
+from kvsurgery.checkpoint.patch import Modeling, Module, Patch, Table
+from kvsurgery.checkpoint.tensor_rules import LM_HEAD, TensorRules, missing_beside
+from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.system.resources import PATCHES
+from kvsurgery.system.typed_toml import read_table
 from kvsurgery.templates.kv_layout import text_config
 
-LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
+TIED = "tie_word_embeddings"
+MODULES = PATCHES / "modules"
+QUOTE = "'"  # for the backticks of settings, which the command line shows as options
+
+Kind = TypeVar("Kind", bound=Table)
 
 
 @dataclass(frozen=True)
-class Modeling:
-    """What the emitted modeling code says of a family, beside the names of its classes.
+class Family(TensorRules):
+    """One model family; `classes` are the model class of each auto class, the one with an output layer last.
 
-    Attributes:
-        title: the family's name, as people write it.
-        module: the package of `transformers.models` that has its classes.
-        base_model_prefix: the prefix of the weights' names, where transformers 4 assumes another.
-        weights: emitted classes whose weights transformers 5 converts at load, and the stock class or `model_type`
-            whose conversion applies to them.
-        image_inputs: arguments of `generate` that become embeddings in the prompt.
-        oldest: the first major version of transformers that runs the emitted code, where it is not 4.
+    `text` are the families that its text model may be of, where it has one inside, and `outer_defaults` those of
+    the config around it; `beside` it, under these prefixes, are towers and projectors. Where attention is
+    `replicated`, every process of tensor parallelism has all heads. `no_reform` says why REFORM cannot read long
+    prompts, where it cannot, and `no_measure` why heads cannot be measured. With `rope_by_type`, scaled RoPE is not
+    that of sliding layers; with `rope_parameters_only`, no transformers 4 reads it.
     """
 
-    title: str
-    module: str
-    base_model_prefix: str | None = None
-    weights: Mapping[str, str] = field(default_factory=dict)
-    image_inputs: tuple[str, ...] = ()
-    oldest: int | None = None
-
-
-@dataclass(frozen=True)
-class Family(AttentionRules):
-    """One model family; `name` is the `model_type` of its config, `classes` the model class of each auto class.
-
-    `prefixes` may come before the names of tensors, the longest first; `text` are the families that its text model may
-    be of, where it has one inside. Where attention is `replicated`, every process of tensor parallelism has all heads.
-    `layers_beyond` is the config key that counts layers after the last one, which are copied. `no_reform` says why
-    REFORM cannot read long prompts, where it cannot, and `no_measure` why heads cannot be measured. With
-    `rope_by_type`, scaled RoPE is not that of sliding layers; with `rope_parameters_only`, no transformers 4 reads it.
-    """
-
-    name: str
     classes: Mapping[str, str]
     modeling: Modeling
     refusals: Mapping[str, str | Mapping[str, str]]
-    permute: Mapping[str, tuple[str, ...]]
-    optional: Mapping[str, tuple[str, ...]]
-    copy_layer: tuple[str, ...]
-    copy_model: tuple[str, ...]
-    layers_beyond: str | None
-    prefixes: tuple[str, ...]
     text: tuple[str, ...]
+    outer_defaults: Mapping[str, Any]
+    beside: Mapping[str, Mapping[str, str]]
     replicated: bool
     no_reform: str | None
     no_measure: str | None
@@ -113,39 +100,46 @@ class Family(AttentionRules):
         """Name of the emitted modeling module."""
         return f"modeling_kvsurgery_{self.name}"
 
-    def is_beyond(self, layer: int | None, config: Mapping[str, Any]) -> bool:
-        """Whether a layer follows the model's last one and is copied: it predicts further tokens.
+    def is_tied(self, config: Mapping[str, Any]) -> bool:
+        """Whether the stock class makes the output layer of the embedding where none is stored."""
+        tied = self._value(text_config(config), TIED)
+        if not self.text:
+            return bool(tied)
+        # transformers 5 reads the config around that of the text model, transformers 4 the latter
+        return bool(config.get(TIED, self.outer_defaults.get(TIED)) or (tied and self.modeling.oldest is None))
+
+    def has_output(self, config: Mapping[str, Any]) -> bool:
+        """Whether the stock class has an output layer of its own, not the embedding and not none."""
+        model, *_, generator = self.classes.values()
+        [architecture, *_] = config.get("architectures") or [generator]
+        return (architecture != model or model == generator) and not self.is_tied(config)
+
+    def missing(self, config: Mapping[str, Any], tensors: Iterable[str]) -> Iterator[str]:
+        """Names of the tensors that the stock class would initialize at random.
+
+        Args:
+            config: config.json.
+            tensors: names of those that are there.
 
         Raises:
-            UnsupportedModel: the model has no such layer.
+            UnsupportedModel: a tensor is unknown, or a number in the config is no sensible one.
         """
-        config = text_config(config)
-        layers = self._number(config, "num_hidden_layers")
-        if layer is None or layer < layers:
-            return False
-        extra_layers = self._value(config, self.layers_beyond) if self.layers_beyond else 0
-        if type(extra_layers) is not int or layer >= layers + extra_layers:
-            raise UnsupportedModel(f"tensors of layer {layer} lie beyond the {layers} layers of config.json")
-        return True
-
-    def role(self, tensor: str) -> Role:
-        """The role of a tensor.
-
-        Raises:
-            UnsupportedModel: the family has no tensor of this name.
-        """
-        name = next((tensor.removeprefix(prefix) for prefix in self.prefixes if tensor.startswith(prefix)), tensor)
-        match = LAYER.fullmatch(name)
-        if match:
-            layer, part = int(match[1]), match[2]
-            for shapes in (self.permute, self.optional):
-                if part in shapes:
-                    return Role(layer, part, shapes[part])
-            if self._copied_in_layer.fullmatch(part):
-                return Role(layer, part)
-        elif self._copied_in_model.fullmatch(name):
-            return Role(None, name)
-        raise UnsupportedModel(f"tensor {tensor!r} is not known in family {self.name}; conversion would be a guess")
+        roles = {tensor: self.role(tensor) for tensor in tensors}
+        parts = {(role.layer, role.part) for role in roles.values()}
+        prefix = next((name.partition("layers.")[0] for name, role in roles.items() if role.layer is not None), "")
+        outer_prefix = next(filter(prefix.startswith, ("language_model.", "model.")), "")
+        for part in self.missing_text(config, parts, self.has_output(config)):
+            own_prefix = outer_prefix.removeprefix("model.") if part == LM_HEAD else prefix
+            yield own_prefix + part
+        for start, place in self.beside.items():
+            section = config.get(place["section"]) if "section" in place else config
+            if not isinstance(section, Mapping):
+                continue
+            module = load_module(place.get("module") or str(section.get("model_type", place["default"])))
+            if module is not None:
+                names = {part.removeprefix(start) for layer, part in parts if layer is None and part.startswith(start)}
+                absent = missing_beside(module, section, names)
+                yield from (f"{outer_prefix.removeprefix('language_model.')}{start}{name}" for name in absent)
 
     def _refuse(self, config: Mapping[str, Any]) -> None:
         for key, reason in self.refusals.items():
@@ -164,24 +158,17 @@ class Family(AttentionRules):
             )
         text = load_family(name)
         text._refuse(config)
-        copied_tensors = text.copy_model + self.copy_model
         return replace(
             text,
             name=self.name,
             classes=self.classes,
             modeling=self.modeling,
-            copy_model=copied_tensors,
+            copied=replace(text.copied, model=text.copied.model + self.copied.model),
             prefixes=self.prefixes,
             text=self.text,
+            outer_defaults=self.defaults,
+            beside=self.beside,
         )
-
-    @cached_property
-    def _copied_in_layer(self) -> re.Pattern[str]:
-        return _any_of(self.copy_layer)
-
-    @cached_property
-    def _copied_in_model(self) -> re.Pattern[str]:
-        return _any_of(self.copy_model)
 
 
 @cache
@@ -200,42 +187,48 @@ def _unsupported(config: Mapping[str, Any]) -> str:
 @cache
 def load_family(name: str) -> Family:
     """The family of a patch, by its `model_type`."""
-    path = PATCHES / f"{name}.toml"
-    patch = tomllib.loads(path.read_text(encoding="utf-8"))
-    text = patch.get("text", {})
-    title = patch["modeling"]["title"]
-    no_reform, no_measure = (patch.get(section, {}).get("refused") for section in ("reform", "measure"))
+    patch = _read(Patch, PATCHES / f"{name}.toml")
+    text, title = patch.text, patch.modeling.title
     return Family(
         name=name,
-        classes=patch["classes"],
-        modeling=Modeling(**({"module": name} | patch["modeling"])),
-        defaults=patch.get("defaults", {}),
-        refusals={**_ALWAYS_REFUSED, **patch.get("refuse", {})},
-        window=patch.get("windows"),
-        full_attention=patch.get("full_attention", {}),
-        permute=_shapes(patch.get("permute", {})),
-        optional=_shapes(patch.get("permute_if_present", {})),
-        copy_layer=tuple(patch["copy"].get("layer", ())),
-        copy_model=tuple(patch["copy"]["model"]),
-        layers_beyond=patch["copy"].get("layers_beyond"),
-        prefixes=tuple(text.get("prefixes", ("model.",))),
-        text=tuple(text.get("families", ())),
-        replicated=patch.get("parallel", {}).get("attention") == "replicated",
-        rope_by_type=patch.get("rope", {}).get("by_layer_type", False),
-        rope_parameters_only=patch.get("rope", {}).get("parameters_only", False),
-        sharing=patch.get("sharing", {}).get("layers"),
-        no_reform=f"REFORM does not cover {title}: {no_reform}" if no_reform else None,
-        no_measure=f"the heads of {title} cannot be measured: {no_measure}" if no_measure else None,
+        classes=patch.classes,
+        modeling=replace(patch.modeling, module=patch.modeling.module or name),
+        defaults=patch.defaults,
+        refusals={**_ALWAYS_REFUSED, **patch.refuse},
+        window=patch.windows,
+        full_attention=patch.full_attention,
+        permute=patch.permute,
+        optional=patch.permute_if_present,
+        copied=patch.copy,
+        when=patch.when,
+        experts=patch.experts,
+        instead=patch.instead,
+        numbers=patch.numbers,
+        prefixes=text.prefixes if text else ("model.",),
+        text=text.families if text else (),
+        outer_defaults={},
+        beside=patch.beside,
+        replicated=patch.parallel is not None,
+        rope_by_type=patch.rope.by_layer_type,
+        rope_parameters_only=patch.rope.parameters_only,
+        sharing=patch.sharing.layers if patch.sharing else None,
+        no_reform=f"REFORM does not cover {title}: {patch.reform.refused}" if patch.reform else None,
+        no_measure=f"the heads of {title} cannot be measured: {patch.measure.refused}" if patch.measure else None,
     )
 
 
+@cache
+def load_module(name: str) -> Module | None:
+    """The tensors of a tower or a projector; None: they are not known."""
+    known = {path.stem: path for path in MODULES.glob("*.toml")}
+    return _read(Module, known[name]) if name in known else None
+
+
+def _read(kind: type[Kind], path: Path) -> Kind:
+    try:
+        return read_table(kind, tomllib.loads(path.read_text(encoding="utf-8")))
+    except (PolicyError, tomllib.TOMLDecodeError) as error:
+        raise UnsupportedModel(f"{path}: {str(error).replace('`', QUOTE)}") from error
+
+
 _ALWAYS_REFUSED = {"quantization_config": "its weights are quantized; give the original 16- or 32-bit checkpoint"}
-
-
-def _shapes(table: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
-    return {part: tuple(shape) for part, shape in table.items()}
-
-
-def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
-    patterns = (re.escape(name).replace(r"\*\*", ".+").replace(r"\*", "(?:0|[1-9][0-9]{0,6})") for name in names)
-    return re.compile("|".join(patterns))

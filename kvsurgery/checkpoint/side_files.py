@@ -74,8 +74,16 @@ class SideFiles:
     left_out: tuple[str, ...]
 
 
-def side_files(folder: Path, weights: Collection[str], replaced_names: Collection[str]) -> SideFiles:
+def side_files(
+    folder: Path, weights: Collection[str], replaced_names: Collection[str], needed_code: Collection[str] = ()
+) -> SideFiles:
     """Sort a checkpoint's files, apart from its `weights` and their index.
+
+    Args:
+        folder: the checkpoint.
+        weights: names of its shards.
+        replaced_names: files that conversion writes.
+        needed_code: files of code that are copied, since a tokenizer or a processor runs them.
 
     Raises:
         CheckpointError: a file cannot be read, or is a link to nothing.
@@ -88,7 +96,9 @@ def side_files(folder: Path, weights: Collection[str], replaced_names: Collectio
             base = name.rpartition("/")[2]
             if name in weights:
                 continue
-            if name in replaced_names or _is_kept(folder, name, base):
+            if name in needed_code:
+                copied.append(name)
+            elif name in replaced_names or _is_kept(folder, name, base):
                 originals[name] = (folder / name).read_bytes()
             elif name.endswith("/") or matches(base.lower(), LEFT_OUT):
                 left_out.append(name)

@@ -13,7 +13,7 @@ from typing import Any
 from kvsurgery.checkpoint.headers import Shard, Tensor, check_regular, read_shard, reading
 from kvsurgery.checkpoint.journal import check_finished
 from kvsurgery.errors import CheckpointError, UnsupportedModel
-from kvsurgery.system.repo_id import GGUF, did_you_mean
+from kvsurgery.system.repo_id import GGUF, cached_origin, did_you_mean
 from kvsurgery.templates.kv_layout import text_config
 
 CONFIG = "config.json"
@@ -29,7 +29,7 @@ class Checkpoint:
 
     Attributes:
         folder: where it lies; its files may be symlinks, as in the Hub cache.
-        name: what people call it: Hub id, or the folder's name.
+        name: what people call it: Hub id, also of a folder in a cache of the Hub, or the folder's name.
         revision: commit on the Hub, where known.
         config: config.json.
         shards: by file name.
@@ -56,7 +56,9 @@ class Checkpoint:
             raise UnsupportedModel(f"{folder} has an adapter; merge it into the model first (merge_and_unload)")
         config = read_config(folder)
         shards, index = read_weights(folder)
-        return cls(folder, name or folder.resolve().name, revision, config, shards, index)
+        if name is None:
+            name, revision = cached_origin(folder) or (folder.resolve().name, revision)
+        return cls(folder, name, revision, config, shards, index)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -80,9 +82,9 @@ class Checkpoint:
         return sum(shard.size for shard in self.shards)
 
     @cached_property
-    def tied(self) -> bool:
-        """Whether the output layer is the embedding: no lm_head of its own is stored."""
-        return not any(tensor.name.endswith("lm_head.weight") for tensor in self.tensors)
+    def has_output(self) -> bool:
+        """Whether an output layer is stored."""
+        return any(tensor.name.endswith("lm_head.weight") for tensor in self.tensors)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

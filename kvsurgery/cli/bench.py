@@ -12,7 +12,15 @@ import click
 
 from kvsurgery.bench.workload import WARM
 from kvsurgery.cli.options import LocalPath, Several, Tokens
-from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, quiet_transformers, typed_command
+from kvsurgery.cli.running import (
+    POSITIVE,
+    chosen_dtype,
+    device_option,
+    dtype_option,
+    quiet_transformers,
+    trust_remote_code_option,
+    typed_command,
+)
 from kvsurgery.setting import CHUNK_HELP
 
 if TYPE_CHECKING:
@@ -32,6 +40,7 @@ NOTHING = "-"  # in place of what was not measured
 )
 @device_option
 @dtype_option
+@trust_remote_code_option
 @click.option(
     "--lengths",
     type=Several(Tokens(1)),
@@ -59,6 +68,7 @@ def bench(
     source: str | None,
     device: str | None,
     dtype: str,
+    trust_remote_code: bool,
     lengths: tuple[int, ...] | None,
     batches: tuple[int, ...],
     new: int,
@@ -108,7 +118,7 @@ def bench(
     if original is not None:
         check_original(original, folder)
     dtype = chosen_dtype(dtype, folder, device)
-    defaults = default_workload(folder, device, new)
+    defaults = default_workload(folder, device, new, trust_remote_code)
     workload = replace(
         defaults,
         lengths=lengths or defaults.lengths,
@@ -121,7 +131,14 @@ def bench(
     try:
         with console.step_progress("measuring") as advance:
             results = benchmark(
-                folder, original, workload, device=device, dtype=dtype, command=typed_command(), progress=advance
+                folder,
+                original,
+                workload,
+                device=device,
+                dtype=dtype,
+                command=typed_command(),
+                progress=advance,
+                trust_remote_code=trust_remote_code,
             )
     except KeyboardInterrupt:
         raise Interrupted("nothing is kept") from None

@@ -10,7 +10,19 @@ from typing import Any, get_args
 
 import click
 
-from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, LocalPath, Several, Tokens, flag, in_group
+from kvsurgery.cli.options import (
+    CACHE,
+    DEVICES,
+    HEADS,
+    PROMPTS,
+    RUNNING,
+    Bits,
+    LocalPath,
+    Several,
+    Tokens,
+    flag,
+    in_group,
+)
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.heads.kinds import Rest
 from kvsurgery.recipe import CHOICES, Demand, Recipe
@@ -128,6 +140,12 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "tp_uneven": (
             bool,
             "With --tp: keep exactly the requested full heads, although some processes then hold more.",
+        ),
+    },
+    RUNNING: {
+        "ignore_model_code": (
+            bool,
+            "Convert a model with modeling code of its own as the transformers model of its `model_type`.",
         ),
     },
 }
@@ -301,7 +319,7 @@ def flags_of(recipe: Recipe) -> list[str]:
 def in_flags(message: str) -> str:
     """A message with options in place of settings in backticks: of recipes, evaluations and measurements."""
     names = [name for names in FIELDS.values() for name in names]
-    names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp"]
+    names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp", "trust_remote_code"]
     names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
     names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
     names += ["how", "base_model", "batches", "rounds", "limit", "seed", "samples", "loss", "lr", "curve", "answers"]

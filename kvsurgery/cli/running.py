@@ -37,6 +37,11 @@ dtype_option = click.option(
     help="Dtype of weights and KV cache; auto is the checkpoint's, or float32 on a CPU without instructions for it.",
 )
 seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
+trust_remote_code_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run code that the config, the tokenizer or the processor of the checkpoint names; read it first.",
+)
 revision_option = click.option("--revision", help="Branch, tag or commit on the Hub.")
 
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import TASKS, LocalPath, Several, Tokens, in_group
-from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, seed_option
+from kvsurgery.cli.running import (
+    POSITIVE,
+    chosen_dtype,
+    device_option,
+    dtype_option,
+    seed_option,
+    trust_remote_code_option,
+)
 from kvsurgery.cli.settings import chosen, foreign_options, given_settings, setting_options
 from kvsurgery.evaluate.tasks import task_classes
 from kvsurgery.setting import CHUNK_HELP
@@ -40,6 +47,7 @@ def task_options(command: Any) -> Any:
         seed_option,
         device_option,
         dtype_option,
+        trust_remote_code_option,
     )
     return in_group(TASKS, *run)(setting_options(task_classes(), TASKS)(command))
 
@@ -82,4 +90,4 @@ def run_options(ctx: click.Context, folder: Path, preset: Mapping[str, Any] = {}
 
     dtype = chosen_dtype(ctx.params["dtype"], folder, ctx.params["device"])
     values = {name: chosen(ctx, name, preset) for name in ("limit", "batch", "chunk", "seed")}
-    return Options(**values, dtype=dtype)
+    return Options(**values, dtype=dtype, trust_remote_code=ctx.params["trust_remote_code"])

@@ -16,6 +16,7 @@ from blake3 import blake3
 from kvsurgery.checkpoint.headers import Shard, file_status, header_hashes
 from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
+from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.checkpoint.side_files import SideFiles, side_files
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.engine import JOBS
@@ -76,7 +77,7 @@ def convert(
     """
     start, out = time.monotonic(), Path(out)
     weights = {shard.name for shard in checkpoint.shards} | ({INDEX} if checkpoint.index is not None else set())
-    sides = side_files(checkpoint.folder, weights, files)
+    sides = side_files(checkpoint.folder, weights, files, SideCode.of(checkpoint.folder).files)
     for name in sides.copied:
         if (folder := name.partition("/")[0]) in {*files, PROVENANCE, INDEX} - {name}:
             raise CheckpointError(

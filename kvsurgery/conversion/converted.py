@@ -10,6 +10,7 @@ from pathlib import Path
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.fingerprint import SAMPLED_BYTES, fingerprint
 from kvsurgery.checkpoint.headers import Read, Shard, Tensor, changed_headers
+from kvsurgery.checkpoint.model_code import saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, Checkpoint, read_config, read_weights
 from kvsurgery.conversion.plan import Move, plan_moves
@@ -49,6 +50,18 @@ class Converted:
         return bytes(sample)
 
 
+def read_provenance(folder: Path) -> Provenance:
+    """The provenance of a converted checkpoint.
+
+    Raises:
+        CheckpointError: there is none; then the line says whether the checkpoint was converted. Or it is damaged.
+    """
+    is_config_alone = (folder / CONFIG).exists() and not (folder / PROVENANCE).exists()
+    if is_config_alone and (explanation := saved_again(folder, read_config(folder))):
+        raise CheckpointError(explanation)
+    return Provenance.read(folder)
+
+
 def open_converted(folder: Path) -> Converted:
     """Read provenance and headers of a converted checkpoint, and check them against each other.
 
@@ -56,7 +69,7 @@ def open_converted(folder: Path) -> Converted:
         CheckpointError: this is not a converted checkpoint, or its provenance is damaged.
         Mismatch: its weight files are not the ones that the conversion wrote.
     """
-    provenance = Provenance.read(folder)
+    provenance = read_provenance(folder)
     try:
         shards, index = read_weights(folder)
     except KVSurgeryError as error:

@@ -10,10 +10,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from kvsurgery.checkpoint.dtype import loading_dtype
 from kvsurgery.checkpoint.family import Family, supported
+from kvsurgery.checkpoint.model_code import check_stock, lacks_code, saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
-from kvsurgery.conversion.plan import heads_by_layer, plan_moves
+from kvsurgery.conversion.plan import check_complete, heads_by_layer, plan_moves
 from kvsurgery.conversion.resemblance import resemblance
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import both_rope_spellings
@@ -21,7 +23,7 @@ from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.heads.kinds import BUDGETED, STREAMING, HeadKind, counts, decided_kinds, head_list
 from kvsurgery.heads.section import quantization_section
-from kvsurgery.system.repo_id import checkpoint_folder
+from kvsurgery.system.repo_id import cached_origin, checkpoint_folder
 from kvsurgery.templates.kv_layout import KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.vllm.forecast import forecast_or_refusal
@@ -102,6 +104,7 @@ class Facts:
         parameters: by dtype; empty where there are no safetensors weights.
         shards, size: weight files, and their bytes.
         tied: whether the output layer is the embedding.
+        has_output: whether an output layer of its own is stored.
         problem: why it cannot be converted; None if it can be or was.
         resembles: for an unknown family, the most similar known one and what differs.
         surgery: how it was converted, if it was.
@@ -122,6 +125,7 @@ class Facts:
     shards: int
     size: int
     tied: bool
+    has_output: bool
     problem: str | None
     resembles: str | None
     surgery: Surgery | None
@@ -140,7 +144,8 @@ def inspect(source: str | Path, revision: str | None = None) -> Facts:
     """
     name, folder = str(source), checkpoint_folder(source)
     if folder is not None:
-        return inspect_checkpoint(folder, name)
+        _, commit = cached_origin(folder) or (name, None)
+        return inspect_checkpoint(folder, name, commit)
     from kvsurgery import hub
 
     with hub.headers(name, revision) as remote:
@@ -159,9 +164,13 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         checkpoint = Checkpoint.open(folder, name, revision)
     except UnsupportedModel as error:
         problem = str(error)
+    if "kv_surgery" in config and checkpoint is not None:
+        config = {**config, "dtype": loading_dtype(config, checkpoint.shards)}
     surgery = _surgery(folder, name, config) if "kv_surgery" in config else None
     if checkpoint is not None and surgery is None:
         problem = _problem(checkpoint)
+    if surgery is not None and not surgery.revertible and lacks_code(folder, config):
+        problem = saved_again(folder, config)
     parameters: Counter[str] = Counter()
     for tensor in checkpoint.tensors if checkpoint else ():
         parameters[tensor.dtype] += math.prod(tensor.shape)
@@ -181,7 +190,8 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         parameters=dict(parameters.most_common()),
         shards=len(checkpoint.shards) if checkpoint else 0,
         size=checkpoint.size if checkpoint else 0,
-        tied=checkpoint.tied if checkpoint else False,
+        tied=checkpoint is not None and not checkpoint.has_output and _is_tied(config),
+        has_output=checkpoint is not None and checkpoint.has_output,
         problem=problem,
         resembles=resemblance(checkpoint) if checkpoint and _could_get_patch(config) else None,
         surgery=surgery,
@@ -191,10 +201,13 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
 def _problem(checkpoint: Checkpoint) -> str | None:
     """Why a stock checkpoint cannot be converted, whatever the policy."""
     try:
+        check_stock(checkpoint.folder, checkpoint.config)
         family = Family.of(checkpoint.config)
         if None not in family.windows(checkpoint.config):
             return "no layer has full attention; there is nothing to convert"
-        plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
+        moves = plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
+        loading_dtype(checkpoint.config, checkpoint.shards)
+        check_complete(checkpoint.name, family, checkpoint.config, moves)
     except UnsupportedModel as error:
         return str(error)
     return None
@@ -221,6 +234,15 @@ def _replicated(config: Mapping[str, Any]) -> bool:
         return Family.of(_stock_config(config)).replicated
     except UnsupportedModel:
         return False
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the stock class makes the output layer of the embedding; where the family is not known, it does."""
+    stock_config = _stock_config(config)
+    try:
+        return Family.of(stock_config).is_tied(stock_config)
+    except UnsupportedModel:
+        return True
 
 
 def _stock_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,20 +8,23 @@ columns in blocks of group x head_dim. Where a query head has a gate, the gate's
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.family import TIED, Family
 from kvsurgery.checkpoint.headers import Tensor
 from kvsurgery.checkpoint.role import Role
 from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.checkpoint.tensor_rules import LM_HEAD
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.policy.policy import Policy
 
 # other dtypes come with scales, whose layout is not known here
 ATTENTION_DTYPES = ("F16", "BF16", "F32", "F64")
+MAX_MISSING = 1000  # tensors that are counted, where a checkpoint is not complete
 
 
 class Run(NamedTuple):
@@ -94,11 +97,12 @@ def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = N
 
     Raises:
         UnsupportedModel: the family, a tensor or a dtype is not covered.
-        CheckpointError: a projection is missing or does not have the shape that the config implies.
+        CheckpointError: a tensor is missing, or a projection does not have the shape that the config implies.
         PolicyError: the policy belongs to a model of other dimensions.
     """
     family = Family.of(checkpoint.config)
     moves = plan_moves(checkpoint, family, policy.orders)
+    check_complete(checkpoint.name, family, checkpoint.config, moves)
     return SurgeryPlan(family.name, family.dimensions(checkpoint.config), policy, profile, moves)
 
 
@@ -130,11 +134,29 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
             moves[tensor.name] = _permute(
                 tensor, role.axis, role.shape[role.axis], dimensions, tuple(orders[role.layer])
             )
-    for layer in range(model.layers):
-        for part in family.permute:
-            if heads[layer] and (layer, part) not in parts and family.has_part(part, layer, checkpoint.config):
-                raise CheckpointError(f"layer {layer} has no {part}; is the checkpoint complete?")
     return moves
+
+
+def check_complete(name: str, family: Family, config: Mapping[str, Any], tensors: Collection[str]) -> None:
+    """Check that every tensor is there that the stock class would otherwise initialize at random.
+
+    Args:
+        name: what the checkpoint is called.
+        family, config: of the checkpoint, before its conversion.
+        tensors: names of the tensors that are there.
+
+    Raises:
+        CheckpointError: with the name of the first that is not.
+    """
+    missing = [*islice(family.missing(config, tensors), MAX_MISSING)]
+    if not missing:
+        return
+    subject = f"{missing[0]} and {len(missing) - 1} more tensors are" if len(missing) > 1 else f"{missing[0]} is"
+    reason = f" ({TIED} is false)" if missing[0].endswith(LM_HEAD) else ""
+    raise CheckpointError(
+        f"{subject} missing from {name}{reason}; transformers would load random numbers instead; "
+        "is the checkpoint complete?"
+    )
 
 
 def heads_by_layer(family: Family, config: Mapping[str, Any]) -> list[range]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model_code import check_stock
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.plan import SurgeryPlan, plan_surgery
 from kvsurgery.emit.files import emitted_files
@@ -65,6 +66,7 @@ class PreparedConversion:
         if reform is not None and recipe.fit is not None:
             raise PolicyError("`fit` makes no room for reading long prompts; leave it or the reform profile out")
         checkpoint = Checkpoint.open(folder, name, revision)
+        check_stock(folder, checkpoint.config, recipe.ignore_model_code)
         family = Family.of(checkpoint.config)
         if reform is not None and family.no_reform:
             raise UnsupportedModel(family.no_reform)

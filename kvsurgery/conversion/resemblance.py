@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvsurgery.checkpoint.family import Family, load_family, supported
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.conversion.plan import heads_by_layer, plan_moves
+from kvsurgery.conversion.plan import check_complete, heads_by_layer, plan_moves
 from kvsurgery.errors import KVSurgeryError, UnsupportedModel
 
 LAYER = re.compile(r".*?\blayers\.\d+\.")
@@ -84,7 +84,8 @@ def _has_tensor(family: Family, name: str) -> bool:
 def _misfit(checkpoint: Checkpoint, family: Family) -> str | None:
     """Why the checkpoint's shapes do not fit the family; None if they do."""
     try:
-        plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
+        moves = plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
+        check_complete(checkpoint.name, family, checkpoint.config, moves)
     except KVSurgeryError as error:
         return str(error)
     return None

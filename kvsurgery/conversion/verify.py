@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,13 +10,15 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import changed_headers
+from kvsurgery.checkpoint.model_code import saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_files import chunks, walk
-from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.conversion.converted import Converted, open_converted
+from kvsurgery.checkpoint.source import CONFIG, Checkpoint
+from kvsurgery.conversion.converted import Converted, open_converted, read_provenance
 from kvsurgery.conversion.engine import JOBS, move_bytes
-from kvsurgery.conversion.plan import unmoved
+from kvsurgery.conversion.plan import check_complete, unmoved
 from kvsurgery.emit.card import code_hashes
 from kvsurgery.errors import CheckpointError, Mismatch
 
@@ -29,7 +32,7 @@ class VerifyReport:
         size: bytes of its weights.
         tensors, files: how many match their recorded hash.
         unrecorded: files that the conversion did not write.
-        hashes: SHA-256 of every emitted `.py` file, by name.
+        hashes: SHA-256 of every `.py` file that was written, by name.
         seconds: wall time.
     """
 
@@ -54,11 +57,12 @@ def verify(
     Files come before weights, and headers before tensors, so that most damage is found early.
 
     Raises:
-        CheckpointError: `folder` is not a converted checkpoint, or `source` no checkpoint or a converted one.
+        CheckpointError: `folder` is not a converted checkpoint, or lacks a tensor that its original lacked; or `source`
+            is no checkpoint, or a converted one.
         Mismatch: the first file or tensor that is not what was recorded.
     """
     start, folder = time.monotonic(), Path(folder)
-    provenance = Provenance.read(folder)
+    provenance = read_provenance(folder)
     recorded_files = {**provenance.emitted, **provenance.copied}
     checked_hashes = {name: digest for name, digest in recorded_files.items() if digest and not is_editable(name)}
     for name, digest in checked_hashes.items():
@@ -66,10 +70,13 @@ def verify(
     recorded_names = {PROVENANCE, *recorded_files, *provenance.headers}
     unrecorded = tuple(name for name in walk(folder) if name not in recorded_names and not name.startswith("."))
     converted = open_converted(folder)
+    _check_complete(converted)
     original = None if source is None else Checkpoint.open(source)
     if original is not None:
         if (original.folder / PROVENANCE).exists():
             raise CheckpointError(f"{source} is a converted checkpoint; give the original that {folder} was made of")
+        if explanation := saved_again(original.folder, original.config):
+            raise CheckpointError(explanation)
         check_source_files(converted, original)
     _check_tensors(converted, jobs, progress)
     if original is not None:
@@ -80,9 +87,14 @@ def verify(
         len(converted.moves),
         len(checked_hashes),
         unrecorded,
-        code_hashes({name: (folder / name).read_bytes() for name in provenance.emitted if name.endswith(".py")}),
+        code_hashes({name: (folder / name).read_bytes() for name in recorded_files if name.endswith(".py")}),
         time.monotonic() - start,
     )
+
+
+def _check_complete(converted: Converted) -> None:
+    config = json.loads(converted.provenance.originals[CONFIG])
+    check_complete(str(converted.folder), Family.of(config), config, converted.moves)
 
 
 def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], None] | None) -> None:

@@ -9,7 +9,8 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
-from kvsurgery.checkpoint.dtype import config_dtype
+from kvsurgery.checkpoint.dtype import ITEMSIZES, config_dtype
+from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.emit.config import auto_class
 from kvsurgery.heads.kinds import OTHERS, unquantized
 from kvsurgery.heads.lengths import length_name, lengths_of
@@ -20,8 +21,7 @@ from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.version import __version__
 from kvsurgery.vllm.forecast import forecast_or_refusal
 
-# bytes of an element of the cache, by the dtype of the model
-ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "16 bit": 2}
+UNKNOWN_DTYPE = "16 bit"
 # keys of the source's card that stay true after surgery
 KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 # around what a report says, and what a check of the cache does, so that the next one takes its place
@@ -33,13 +33,17 @@ UNCHECKED = "Divergence of the next token from the original model: not measured.
 def loaded_dtype(config: Mapping[str, Any]) -> str:
     """The dtype in which a checkpoint is loaded with `dtype="auto"`, as far as its config says: "float32", "16 bit"."""
     dtype = config_dtype(config)
-    return dtype if dtype in ITEMSIZES else "16 bit"
+    return dtype if dtype in ITEMSIZES else UNKNOWN_DTYPE
+
+
+def _itemsize(config: Mapping[str, Any]) -> int:
+    return ITEMSIZES.get(loaded_dtype(config), 2)
 
 
 def kv_table(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The KV cache of one sequence in the loaded dtype, for a converted config: `tokens`, and bytes `before` and
     `after`. The last row is for the model's own maximum."""
-    layout, itemsize = KVLayout.from_config(config), ITEMSIZES[loaded_dtype(config)]
+    layout, itemsize = KVLayout.from_config(config), _itemsize(config)
     return [
         {
             "tokens": length,
@@ -54,7 +58,7 @@ def rank_table(config: Mapping[str, Any], replicated: bool) -> list[dict[str, An
     """The KV cache of one sequence in the loaded dtype at the last length of `kv_table`, for a converted config: a row
     for every number of `processes` of tensor parallelism that its heads are laid out for, with the `kv_bytes` that
     each of them holds. With `replicated` attention, each of them holds all of it."""
-    layout, itemsize = KVLayout.from_config(config), ITEMSIZES[loaded_dtype(config)]
+    layout, itemsize = KVLayout.from_config(config), _itemsize(config)
     parts = {count: [layout] * count if replicated else layout.parts(count) for count in layout.processes[1:]}
     longest = lengths_of(config)[-1]
     return [
@@ -76,6 +80,7 @@ def model_card(
     code: Mapping[str, bytes],
     original: str = "",
     replicated: bool = False,
+    side_code: SideCode | None = None,
 ) -> str:
     """README.md of a converted checkpoint.
 
@@ -86,11 +91,12 @@ def model_card(
         code: every emitted `.py` file by its name, in the order to read them.
         original: the source's README.md, for its license and language.
         replicated: whether every process of tensor parallelism has all heads, as `Family` says.
+        side_code: code of the source's tokenizer or processor.
     """
     from kvsurgery.emit.rendering import template_environment
 
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) is not None
-    auto = auto_class(config)
+    repo_id = re.match(r"[\w.-]+/[\w.-]+(?=/|$)", base_model)
+    auto, side_code = auto_class(config), side_code or SideCode({}, ())
     layers = policy.layout.layers
     template = template_environment().get_template("model_card.md.jinja")
     return template.render(
@@ -99,13 +105,13 @@ def model_card(
         check="" if policy.quantization is None else with_section("", UNCHECKED, CHECK),
         code={name: _summary(text) for name, text in code.items()},
         dtype=loaded_dtype(config),
-        front_matter=_front_matter(base_model if on_hub else None, original),
-        hashes=code_hashes(code),
+        front_matter=_front_matter(repo_id[0] if repo_id else None, original),
+        hashes=code_hashes({**code, **side_code.files}),
         kv_rows=[{**row, "tokens": length_name(row["tokens"])} for row in kv_table(config)],
         linear_layers=sum(not layer.heads for layer in policy.layout.attended),
         longest=length_name(lengths_of(config)[-1]),
         model_type=config["model_type"],
-        on_hub=on_hub,
+        repo_id=repo_id[0] if repo_id else None,
         other_kinds={kind: [layer for layer in layers if kind.count(layer)] for kind in OTHERS},
         policy=policy,
         preprocessor="processor" if auto == "AutoModelForImageTextToText" else "tokenizer",
@@ -113,6 +119,7 @@ def model_card(
         quantization=quantization_section(policy.layout),
         ranks=rank_table(config, replicated),
         replicated=replicated,
+        side_code=side_code,
         served=forecast_or_refusal(config),
         sharing_layers=sum(layer.source is not None for layer in policy.layers),
         unquantized=[kind.heads for kind in unquantized(policy.layout)],

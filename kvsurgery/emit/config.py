@@ -9,7 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from kvsurgery.checkpoint.attention_rules import FULL_ATTENTION, SLIDING_ATTENTION
+from kvsurgery.checkpoint.dtype import KEYS
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.side_code import side_references
 from kvsurgery.errors import CheckpointError
 from kvsurgery.heads.section import layout_section
 from kvsurgery.policy.policy import Policy
@@ -23,8 +25,11 @@ IMPLEMENTATIONS = tuple(f"{start}{part}_implementation" for start in ("", "_") f
 INTERNAL = tuple(f"_{part}_implementation_internal" for part in ("attn", "experts"))
 
 
-def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
+def converted_config(config: Mapping[str, Any], policy: Policy, dtype: str | None = None) -> dict[str, Any]:
     """The source's config.json with `auto_map`, `kv_surgery`, and RoPE as transformers 4 and 5 spell it.
+
+    It names the `dtype` in which the source is loaded, if that is given, so that every version of transformers loads
+    what the card predicts.
 
     `model_type` and `architectures` stay, so that without `trust_remote_code` the stock class loads. Keys that can make
     transformers run code of the Hub without it are left out.
@@ -47,12 +52,24 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
         text |= {"head_dim": sliding.head_dim, "per_layer_config": {str(layer): full_shape for layer in full_layers}}
     if family.has_linear_layers:
         text["layer_types"] = [LINEAR if window == 0 else FULL_ATTENTION for window in family.windows(config)]
-    result["auto_map"] = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
+    if dtype is not None:
+        _name_dtype(result, text, dtype)
+    own_classes = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
+    result["auto_map"] = side_references(result) | own_classes
     section = layout_section(policy.layout)
     layers = section.pop("layers")
     reform = {"reform": asdict(policy.reform)} if policy.reform else {}
     result["kv_surgery"] = {**section, **reform, "layers": layers}
     return result
+
+
+def _name_dtype(config: dict[str, Any], text: dict[str, Any], dtype: str) -> None:
+    """Name the dtype where a config has none, and where that of its text model is another."""
+    if all(config.get(key) is None for key in KEYS):
+        config["dtype"] = dtype
+    for key in KEYS:
+        if text is not config and text.get(key) is not None:
+            text[key] = dtype
 
 
 def hub_code_keys(config: Mapping[str, Any]) -> tuple[str, ...]:

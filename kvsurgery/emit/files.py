@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from kvsurgery.checkpoint.dtype import loading_dtype
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.emit.card import model_card
 from kvsurgery.emit.config import converted_config, converted_generation_config, to_json
 from kvsurgery.emit.modeling import Needs, code_files
+from kvsurgery.errors import CheckpointError
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 
@@ -17,11 +20,17 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile |
     Raises:
         UnsupportedModel, CheckpointError: the source's config or generation config is not what surgery covers.
     """
-    config, family = converted_config(checkpoint.config, policy), Family.of(checkpoint.config)
+    family = Family.of(checkpoint.config)
+    config = converted_config(checkpoint.config, policy, loading_dtype(checkpoint.config, checkpoint.shards))
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    files = code_files(family, Needs.of(policy))
-    card = model_card(checkpoint.name, config, profile, policy, files, original_card, family.replicated)
+    files, side_code = code_files(family, Needs.of(policy)), SideCode.of(checkpoint.folder)
+    for name in side_code.files.keys() & files.keys():
+        raise CheckpointError(
+            f"{checkpoint.folder / name} is code of the tokenizer, and conversion writes a file of this name; "
+            "rename it there"
+        )
+    card = model_card(checkpoint.name, config, profile, policy, files, original_card, family.replicated, side_code)
     files["README.md"] = card.encode(errors="replace")
     if generation.is_file():
         original_generation = generation.read_bytes()

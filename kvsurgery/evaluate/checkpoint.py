@@ -19,10 +19,11 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model_code import lacks_code, saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.emit.config import auto_class
-from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
+from kvsurgery.errors import CheckpointError, UnsupportedModel, needs_trust, not_loaded, untrusted
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.system.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
@@ -60,28 +61,30 @@ def check_original(folder: Path, converted: Path) -> None:
         )
 
 
-def read_text_config(folder: str | Path) -> PretrainedConfig:
+def read_text_config(folder: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The config of a checkpoint's text model, as transformers reads it.
 
     Raises:
         CheckpointError: it cannot.
     """
     try:
-        return AutoConfig.from_pretrained(folder).get_text_config()
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
     except (OSError, ValueError) as error:
+        if needs_trust(error):
+            raise untrusted(folder, "config") from error
         raise not_loaded(folder, error) from error
 
 
-def reader_of(folder: str | Path, seed: int = 0) -> Reader:
+def reader_of(folder: str | Path, seed: int = 0, trust_remote_code: bool = False) -> Reader:
     """The tokenizer and the context of a checkpoint, which questions are written for.
 
     Raises:
-        UnsupportedModel: it has no tokenizer.
+        UnsupportedModel: it has no tokenizer, or one with code that is not trusted.
         CheckpointError: its config.json cannot be used.
     """
     read_config(folder)
-    config = read_text_config(folder)
-    return Reader(_tokenizer(folder), config.max_position_embeddings, config.vocab_size, seed, Path(folder))
+    config, tokenizer = read_text_config(folder, trust_remote_code), _tokenizer(folder, trust_remote_code)
+    return Reader(tokenizer, config.max_position_embeddings, config.vocab_size, seed, Path(folder), trust_remote_code)
 
 
 def copy_code(folder: str | Path) -> None:
@@ -108,6 +111,8 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
     config = read_config(folder)
     converted = "kv_surgery" in config
     if converted and not stock:
+        if lacks_code(Path(folder), config):
+            raise CheckpointError(saved_again(Path(folder), config) or f"{folder} lacks the code of its conversion")
         check_processes(folder, tp)
     name = auto_class(config) if converted else [*Family.of(config).classes][-1]
     options = tensor_parallel(device, tp) if tp > 1 else {}
@@ -162,12 +167,14 @@ def fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+def _tokenizer(folder: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         assert tokenizer is not None  # its type in transformers allows None
         return tokenizer
     except Exception as error:  # what transformers raises where there is none differs by family and version
+        if needs_trust(error):
+            raise untrusted(folder, "tokenizer") from error
         raise UnsupportedModel(
             f"{folder} has no tokenizer that can be loaded; put the original's tokenizer files into it"
         ) from error

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsurgery.checkpoint.family import load_family
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.errors import TextError, UnsupportedModel
+from kvsurgery.errors import TextError, UnsupportedModel, needs_trust, untrusted
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.tokens import first_tokens, special_ids, text_of
 
@@ -68,11 +68,12 @@ class ImagePrompt:
         return dict(features)
 
 
-def image_processor(checkpoint: Path) -> ProcessorMixin:
+def image_processor(checkpoint: Path, trust_remote_code: bool = False) -> ProcessorMixin:
     """The processor of a checkpoint that reads images.
 
     Raises:
-        UnsupportedModel: the model reads none, or not among its token embeddings; or there is no processor.
+        UnsupportedModel: the model reads none, or not among its token embeddings; or there is no processor, or one with
+            code that is not trusted.
         CheckpointError: its config.json cannot be used.
     """
     from transformers import AutoProcessor
@@ -83,10 +84,12 @@ def image_processor(checkpoint: Path) -> ProcessorMixin:
             f"{checkpoint} is a {model_type} model; questions about images are for LLaVA, Pixtral and Mistral 3"
         )
     try:
-        processor = AutoProcessor.from_pretrained(checkpoint)
+        processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         if not hasattr(processor, PLACEHOLDER_ATTRIBUTE):  # transformers falls back to the tokenizer
             raise ValueError("its processor's files are missing")
     except Exception as error:  # what transformers raises differs by family and version
+        if needs_trust(error):
+            raise untrusted(checkpoint, "processor") from error
         reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
         raise UnsupportedModel(f"{checkpoint} cannot read images: {reason}") from error
     return processor

@@ -7,6 +7,8 @@ from typing import Any
 
 from kvsurgery.errors import KVSurgeryError
 
+NOT_ANSWERS = ("tp", "trust_remote_code")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -19,6 +21,7 @@ class Options:
         seed: of everything random.
         dtype: of the weights; "auto" is the checkpoint's.
         tp: processes that share a model by tensor parallelism: all, or each has its own. Answers do not depend on it.
+        trust_remote_code: run code that a tokenizer or a processor names.
 
     Raises:
         KVSurgeryError: a number is out of range.
@@ -30,11 +33,12 @@ class Options:
     seed: int = 0
     dtype: str = "auto"
     tp: int = 1
+    trust_remote_code: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
         """The options that change answers."""
-        return {name: value for name, value in asdict(self).items() if name != "tp"}
+        return {name: value for name, value in asdict(self).items() if name not in NOT_ANSWERS}
 
     def __post_init__(self) -> None:
         for name in ("limit", "batch", "chunk"):

@@ -96,7 +96,7 @@ class Evaluation:
         if processes.rank == 0:
             progress(0, None, f"loading {checkpoint}")
         with processes.first():
-            reader = reader_of(checkpoint, options.seed)
+            reader = reader_of(checkpoint, options.seed, options.trust_remote_code)
         trial = Trial(Path(folder), checkpoint, reader, options, processes, progress, note)
         tasks = trial.with_recorded_choices(tasks)
         with processes.first():

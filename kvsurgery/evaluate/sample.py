@@ -32,6 +32,7 @@ class Reader:
         vocabulary: rows of the model's embedding.
         seed: of everything random.
         checkpoint: the folder that has the tokenizer, and a processor where the model reads images.
+        trust_remote_code: run code that the processor names.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -39,6 +40,7 @@ class Reader:
     vocabulary: int
     seed: int = 0
     checkpoint: Path | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
 from kvsurgery.checkpoint.headers import MAX_HEADER_BYTES
+from kvsurgery.checkpoint.side_code import SIDE_CONFIGS
 from kvsurgery.checkpoint.side_files import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS, matches
 from kvsurgery.checkpoint.source import CONFIG, INDEX, SINGLE
 from kvsurgery.errors import HubError, KVSurgeryError
@@ -22,7 +23,7 @@ from kvsurgery.hub.errors import explained, no_such_folder
 from kvsurgery.hub.ranges import RemoteFile
 
 # files that decide what conversion makes of a checkpoint
-WHOLE = {CONFIG, INDEX, "generation_config.json", "README.md", "adapter_config.json", "kvsurgery.json"}
+WHOLE = {CONFIG, INDEX, "generation_config.json", "README.md", "adapter_config.json", "kvsurgery.json", *SIDE_CONFIGS}
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def fetch_checkpoint(
 
 
 def _fetch_headers(repo_id: str, commit: str, files: Sequence[str], folder: Path) -> dict[str, RemoteFile]:
-    for name in WHOLE.intersection(files):
+    for name in (name for name in files if name in WHOLE or (name.endswith(".py") and _is_side_file(name))):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(hf_hub_download(repo_id, name, revision=commit), folder / name)
     for name in files:
         # their presence is all that anyone looks at

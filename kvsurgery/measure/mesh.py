@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,13 @@ class Mesh:
         return self.processes.rank // (self.tp * self.sp)
 
     def load(
-        self, source: str, revision: str | None = None, *, dtype: str = "auto", sharded: bool = True
+        self,
+        source: str,
+        revision: str | None = None,
+        *,
+        dtype: str = "auto",
+        sharded: bool = True,
+        trust_remote_code: bool = False,
     ) -> MeasuredModel:
         """Load the model on every process, each with a part of the weights: by heads (tensor parallelism), then what
         is left over all groups (FSDP2).
@@ -63,22 +70,24 @@ class Mesh:
 
         Args:
             sharded: whether groups share weights, for which all have to compute layers equally often.
+            trust_remote_code: run code that the tokenizer names.
 
         Raises:
             UnsupportedModel: a layer's KV heads cannot be shared evenly, or a prompt's tokens.
             KVSurgeryError: this version of transformers does not share weights in both ways.
         """
         device, parts = self.processes.device, self.tp * self.sp
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         if self.processes.world == 1 or not (sharded or self.tp > 1):
-            return MeasuredModel.load(source, revision, device=device, dtype=dtype)
+            return MeasuredModel.load(source, revision, device=device, **options)
         if self.tp > 1:
             fsdp = self.processes.world // self.tp
             measured = MeasuredModel.load(
-                source, revision, device=device, dtype=dtype, parts=parts, tp=self.tp, fsdp=fsdp
+                source, revision, device=device, parts=parts, tp=self.tp, fsdp=fsdp, **options
             )
         else:
             with self.processes.in_turns():
-                measured = MeasuredModel.load(source, revision, device="cpu", dtype=dtype, parts=parts)
+                measured = MeasuredModel.load(source, revision, device="cpu", parts=parts, **options)
                 self._shard(measured)
         if self.sp > 1:
             check_rope(measured)

@@ -18,7 +18,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
 from kvsurgery.conversion.converted import original_fingerprint
-from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
+from kvsurgery.errors import CheckpointError, UnsupportedModel, needs_trust, not_loaded, untrusted
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.origin import ModelOrigin
@@ -66,6 +66,7 @@ class MeasuredModel:
         parts: int = 1,
         tp: int = 1,
         fsdp: int = 1,
+        trust_remote_code: bool = False,
     ) -> MeasuredModel:
         """A checkpoint folder, original or converted, or a Hub id.
 
@@ -75,6 +76,7 @@ class MeasuredModel:
             dtype: of the weights; "auto" is the checkpoint's.
             parts: how many processes the KV heads of a layer are to be shared by.
             tp, fsdp: over how many processes weights are shared, as `tensor_parallel` has them.
+            trust_remote_code: run code that the tokenizer names.
 
         Raises:
             CheckpointError: not a checkpoint, or one that was converted and then saved again.
@@ -103,6 +105,7 @@ class MeasuredModel:
             raise UnsupportedModel(
                 f"{parts} processes cannot share the {dimensions.kv_heads} KV heads of a layer of {origin.name} evenly"
             )
+        tokenizer = _tokenizer(weights, {**hub_options, "trust_remote_code": trust_remote_code})
         norm = "model.language_model.norm" if family.text else "model.norm"
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         parallel = tensor_parallel(device, tp, fsdp, (norm, "lm_head")) if tp > 1 else {}
@@ -113,7 +116,7 @@ class MeasuredModel:
             raise not_loaded(source, error) from error
         return cls(
             model.requires_grad_(False),
-            _tokenizer(weights, hub_options),
+            tokenizer,
             origin.name,
             origin.revision,
             dimensions,
@@ -245,10 +248,12 @@ def _measurable_layers(family: Family, config: dict[str, Any], name: str) -> Mod
     return layers
 
 
-def _tokenizer(weights: str | Path, hub_options: dict[str, str | None]) -> PreTrainedTokenizerBase | None:
+def _tokenizer(weights: str | Path, options: dict[str, Any]) -> PreTrainedTokenizerBase | None:
     try:
-        return AutoTokenizer.from_pretrained(weights, **hub_options)
-    except Exception:  # what transformers raises where there is none differs by family and version
+        return AutoTokenizer.from_pretrained(weights, **options)
+    except Exception as error:  # what transformers raises where there is none differs by family and version
+        if needs_trust(error):
+            raise untrusted(weights, "tokenizer") from error
         return None
 
 

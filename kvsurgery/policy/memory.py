@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
+from kvsurgery.checkpoint.dtype import ITEMSIZES, STORED, loading_dtype
 from kvsurgery.checkpoint.experts import EXPERTS_PER_TOKEN
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
@@ -61,7 +63,7 @@ class Footprint:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, family: Family, processes: int = 1) -> Footprint:
-        """The footprint of a stock checkpoint that is loaded in the dtype it is stored in, by this many processes.
+        """The footprint of a stock checkpoint that is loaded with `dtype="auto"`, by this many processes.
 
         Raises:
             UnsupportedModel: its config makes no sense.
@@ -79,13 +81,12 @@ class Footprint:
             and not family.is_beyond(family.role(tensor.name).layer, checkpoint.config)
         ]
         is_fused = any(tensor.name.endswith("mlp.gate_up_proj.weight") for tensor in tensors)
-        itemsize, inner, vocabulary = 1, 0, 0
+        itemsize = ITEMSIZES[loading_dtype(checkpoint.config, checkpoint.shards)]
+        inner, vocabulary = 0, 0
         for tensor in tensors:
             width = tensor.shape[-1] if tensor.shape else 0
             if tensor.name.endswith("embed_tokens.weight"):
                 vocabulary = tensor.size * 8 // DTYPES[tensor.dtype] // max(width, 1)
-            elif tensor.name.endswith("self_attn.o_proj.weight"):
-                itemsize = max(itemsize, DTYPES[tensor.dtype] // 8)
             elif ALL_EXPERTS.fullmatch(tensor.name):
                 experts, local_inner = tensor.shape[0], -(-tensor.shape[1] // processes)
                 inner = max(inner, experts * (hidden + max(4 * local_inner, hidden + 3 * local_inner)))
@@ -109,7 +110,7 @@ class Footprint:
         )
         return cls(
             model,
-            sum(_held_bytes(tensor, family, processes) for tensor in tensors),
+            sum(_held_bytes(tensor, family, processes, itemsize) for tensor in tensors),
             itemsize,
             hidden,
             inner,
@@ -143,20 +144,24 @@ class Footprint:
         return elements * self.itemsize + batch * self.vocabulary * (self.itemsize + 4)
 
 
-def _held_bytes(tensor: Tensor, family: Family, processes: int) -> int:
-    """Bytes of a tensor that a process holds at most.
+def _held_bytes(tensor: Tensor, family: Family, processes: int, itemsize: int) -> int:
+    """Bytes of a tensor that a process holds at most, in elements of `itemsize` bytes.
 
-    Embedding and output layer count whole, which they are before transformers 5.18.
+    Embedding and output layer count whole, which they are before transformers 5.18. Vectors count as they are stored,
+    since some stay in float32.
     """
     role = family.role(tensor.name)
+    size = tensor.size
+    if tensor.dtype in STORED and len(tensor.shape) > 1:
+        size = math.prod(tensor.shape) * itemsize
     if SPLIT_BY_ROWS.fullmatch(role.part):
         axis = -min(2, len(tensor.shape))
     else:
         axis = -1 if SPLIT_BY_COLUMNS.fullmatch(role.part) else None
-    if role.layer is None or axis is None or not tensor.size:
-        return tensor.size
+    if role.layer is None or axis is None or not size:
+        return size
     axis_size = tensor.shape[axis]
-    return tensor.size // axis_size * -(-axis_size // processes)
+    return size // axis_size * -(-axis_size // processes)
 
 
 def _experts_per_token(checkpoint: Checkpoint, family: Family) -> int:

@@ -78,6 +78,18 @@ def snapshot_repository(folder: str | Path) -> tuple[str, str] | None:
     return None
 
 
+def cached_origin(folder: Path) -> tuple[str, str] | None:
+    """The Hub id and the commit of a folder in a cache of the Hub, None elsewhere.
+
+    A folder inside of the repository follows the id: `owner/name/folder`.
+    """
+    for path in (Path(os.path.abspath(folder)), folder.resolve()):
+        match = re.search(rf"/models--({NAME}?)(?:--({NAME}))?/snapshots/([0-9a-f]{{40}})(/.+)?$", path.as_posix())
+        if match:
+            return "/".join(filter(None, match.groups()[:2])) + (match[4] or ""), match[3]
+    return None
+
+
 def is_address(source: str) -> bool:
     """Whether a source is an address of a file, and not a path."""
     return re.match(r"(hf|https?)://", source) is not None

@@ -36,11 +36,18 @@ def read_table(kind: type[Table], table: Mapping[str, Any], prefix: str = "") ->
         [table_class] = [part for part in types[key] if is_dataclass(part)] or [None]
         if table_class and isinstance(value, dict):
             value = read_table(table_class, value, f"{key}.")
-        values[key] = tuple(value) if isinstance(value, list) else value
+        values[key] = _frozen(value)
     for field in fields(kind):
-        if field.name not in values and field.default is MISSING:
+        if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise PolicyError(f"`{prefix}{field.name}` is missing")
     return kind(**values)
+
+
+def _frozen(value: Any) -> Any:
+    """A value of TOML whose lists are tuples."""
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 @cache
@@ -71,10 +78,16 @@ def _as_number(value: Any) -> str:
 
 
 def _has_type(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    if get_origin(kind) in (Union, UnionType):
+        return any(_has_type(value, part) for part in get_args(kind))
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if get_origin(kind) is Mapping:
+        return isinstance(value, dict) and all(_has_type(item, get_args(kind)[1]) for item in value.values())
     if kind in (int, float):
         return isinstance(value, int | kind) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -84,7 +97,7 @@ def _description(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(get_args(kind))
     if get_origin(kind) is tuple:
-        return "a list of file names"
+        return "a list of strings"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     return names.get(kind, "a table")
 

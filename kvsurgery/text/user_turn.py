@@ -19,7 +19,7 @@ def user_marker(folder: Path) -> tuple[int, ...]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         assert tokenizer is not None  # its type in transformers allows None
         if not tokenizer.chat_template:
             return ()

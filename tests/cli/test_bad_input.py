@@ -137,7 +137,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
     "layer too many": (with_tensor("model.layers.2.self_attn.q_proj.weight", 24, 12), "beyond the 2 layers"),
     "missing tensor": (
         without_tensor("model.layers.1.self_attn.k_proj.weight"),
-        "layer 1 has no self_attn.k_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight is missing",
     ),
     "wrong shape": (
         with_tensor("model.layers.1.self_attn.k_proj.weight", 24, 12),

@@ -30,8 +30,12 @@ SHAPES = {
     "model.layers.0.self_attn.k_proj.weight": [2048, 1024],
     "model.layers.0.self_attn.v_proj.weight": [2048, 1024],
     "model.layers.0.self_attn.o_proj.weight": [1024, 8192],
+    "model.layers.0.input_layernorm.weight": [1024],
+    "model.layers.0.post_attention_layernorm.weight": [1024],
+    "model.layers.0.mlp.gate_proj.weight": [32768, 1024],
     "model.layers.0.mlp.up_proj.weight": [32768, 1024],
     "model.layers.0.mlp.down_proj.weight": [1024, 32768],
+    "model.norm.weight": [1024],
 }
 CONFIG = {
     "model_type": "llama",
@@ -40,13 +44,14 @@ CONFIG = {
     "num_attention_heads": 64,
     "num_key_value_heads": 16,
     "head_dim": 128,
+    "tie_word_embeddings": True,
     "max_position_embeddings": 4096,
 }
 
 
 @pytest.fixture
 def sparse(tmp_path: Path) -> Path:
-    """A checkpoint of 470 MiB and its profile; the weights are a hole, which takes no room but reads like any bytes."""
+    """A checkpoint of 530 MiB and its profile; the weights are a hole, which takes no room but reads like any bytes."""
     source = tmp_path / "source"
     source.mkdir()
     header, end = {}, 0

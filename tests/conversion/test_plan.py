@@ -89,8 +89,15 @@ def test_runs_cover_every_byte_once(tmp_path_factory: pytest.TempPathFactory, or
     ("change", "error", "word"),
     [
         ({"model.layers.0.self_attn.q_norm.weight": [4]}, UnsupportedModel, "q_norm"),
-        ({"model.layers.1.self_attn.q_proj.weight": None}, CheckpointError, "layer 1 has no self_attn.q_proj.weight"),
-        ({"model.layers.1.self_attn.o_proj.weight": None}, CheckpointError, "layer 1 has no self_attn.o_proj.weight"),
+        ({"model.layers.1.self_attn.q_proj.weight": None}, CheckpointError, r"1\.self_attn\.q_proj\.weight is missing"),
+        ({"model.layers.1.self_attn.o_proj.weight": None}, CheckpointError, r"1\.self_attn\.o_proj\.weight is missing"),
+        (
+            {"model.layers.0.mlp.up_proj.weight": None},
+            CheckpointError,
+            r"model\.layers\.0\.mlp\.up_proj\.weight is missing",
+        ),
+        ({"model.norm.weight": None}, CheckpointError, r"model\.norm\.weight is missing"),
+        ({"lm_head.weight": None}, CheckpointError, "lm_head.weight is missing.*tie_word_embeddings"),
         ({"model.layers.0.self_attn.k_proj.weight": [24, 12]}, CheckpointError, r"\[24, 12\].*\[12, 12\]"),
         ({"model.layers.0.self_attn.o_proj.weight": [24, 12]}, CheckpointError, r"\[12, 24\]"),
         ({"model.layers.0.self_attn.v_proj.weight": [144]}, CheckpointError, "shape"),
@@ -108,11 +115,12 @@ def test_every_tensor_is_checked(tmp_path: Path, change: dict[str, Any], error: 
 
 
 def test_layers_that_predict_further_tokens_are_copied(tmp_path: Path) -> None:
-    shapes = {name: shape for name, shape in llama_shapes().items() if "layers" in name}
+    shapes = llama_shapes()
     attention = {name: shape for name, shape in shapes.items() if "layers.1.self_attn" in name}
     beyond = {name.replace("layers.1.", "layers.2."): shape for name, shape in attention.items()}
     beyond["model.layers.2.eh_proj.weight"] = [12, 24]
     glm = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1}
+    glm["first_k_dense_replace"] = 2  # no layer has experts
     plan = plan_surgery(checkpoint_of(tmp_path / "m", shapes | beyond, **glm), policy((1, 0, 2), (1, 0, 2)))
     assert {*plan.moved} == {name for name in shapes if "self_attn" in name and "bias" not in name}
     checkpoint = checkpoint_of(tmp_path / "n", shapes | beyond, **glm | {"num_nextn_predict_layers": 0})

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.errors import CheckpointError, HubError
-from kvsurgery.system.repo_id import HubFile, checkpoint_folder, did_you_mean
+from kvsurgery.system.repo_id import HubFile, cached_origin, checkpoint_folder, did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,24 @@ def test_a_path_that_was_mistyped(tmp_path, monkeypatch, typed, meant):
     monkeypatch.chdir(tmp_path)
     hint = did_you_mean(typed.format(here=tmp_path))
     assert hint == (f"; did you mean {meant.format(here=tmp_path)}?" if meant else "")
+
+
+@pytest.mark.parametrize(
+    ("repo", "folder", "expected"),
+    [
+        ("models--meta-llama--Llama-3.1-8B", "", "meta-llama/Llama-3.1-8B"),
+        ("models--gpt2", "", "gpt2"),
+        ("models--org--name", "/part/one", "org/name/part/one"),
+        ("datasets--org--name", "", None),
+    ],
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_folders_in_a_cache_of_the_hub(tmp_path, repo, folder, expected, linked):
+    commit = "0123456789" * 4
+    path = Path(f"{tmp_path}/hub/{repo}/snapshots/{commit}{folder}/")
+    path.mkdir(parents=True)
+    if linked:
+        (tmp_path / "link").symlink_to(path)
+        path = tmp_path / "link"
+    assert cached_origin(path) == (expected and (expected, commit))
+    assert cached_origin(path.parent) is None or folder

@@ -219,7 +219,7 @@ def test_only_layers_with_full_attention_lack_values(checkpoint, tmp_path):
     (tmp_path / "source").mkdir()
     save_file(weights, tmp_path / "source" / "model.safetensors")
     (tmp_path / "source" / "config.json").write_text((source / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=r"layer 2 has no self_attn\.v_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.v_proj\.weight is missing"):
         convert_folder(tmp_path / "source", tmp_path / "out")
 
 

@@ -20,6 +20,7 @@ from kvsurgery.cli.running import (
     quiet_transformers,
     revision_option,
     seed_option,
+    trust_remote_code_option,
 )
 from kvsurgery.cli.settings import foreign_options, given_settings, setting_options
 from kvsurgery.errors import ProfileError
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 @revision_option
 @device_option
 @dtype_option
+@trust_remote_code_option
 @click.option(
     "--tp",
     type=POSITIVE,
@@ -62,6 +64,7 @@ def compute(
     revision: str | None,
     device: str | None,
     dtype: str,
+    trust_remote_code: bool,
     tp: int,
     sp: int,
     **settings: Any,
@@ -115,7 +118,13 @@ def compute(
                 first_reporter = Reporter(advance, lambda line: console.stderr.print(in_flags(line)))
                 reporter = first_reporter if processes.rank == 0 else Reporter()
                 reporter.progress(0, None, f"loading {source}")
-                measured = mesh.load(source, revision, dtype=dtype, sharded=configured_method.shared == "weights")
+                measured = mesh.load(
+                    source,
+                    revision,
+                    dtype=dtype,
+                    sharded=configured_method.shared == "weights",
+                    trust_remote_code=trust_remote_code,
+                )
                 reporter.progress(0, None, "preparing prompts")  # loading is no part of the estimate
                 measurement = configured_method.measure(measured, mesh, reporter)
         except KeyboardInterrupt:

@@ -58,7 +58,7 @@ class MMNIAHTask:
         """
         limit = fewest(limit, self.rows)
         assert reader.checkpoint is not None
-        processor, (images, files) = image_processor(reader.checkpoint), self._files()
+        processor, (images, files) = image_processor(reader.checkpoint, reader.trust_remote_code), self._files()
         for task, path in files.items():
             for number, place, row in numbered_rows(path, COLUMNS, limit, config=task, split="test"):
                 question = _Question.of(task, row, place)

@@ -1,0 +1,265 @@
+"""`Patch`: the file of a model family in `patches/` as typed tables, so that a misspelled name is refused."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from kvsurgery.errors import PolicyError
+from kvsurgery.system.typed_toml import check_types
+
+AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")
+SHAPE_SYMBOL = re.compile("hidden|query_heads|gated_queries|[qkv]+")
+# config keys that are read by these names in every family, and may have a default
+COMMON_KEYS = (
+    "head_dim",
+    "hidden_size",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a patch, whose values have the types of its fields."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(frozen=True)
+class Modeling(Table):
+    """What the emitted modeling code says of a family, beside the names of its classes.
+
+    Attributes:
+        title: the family's name, as people write it.
+        module: the package of `transformers.models` that has its classes; None: the family's own.
+        base_model_prefix: the prefix of the weights' names, where transformers 4 assumes another.
+        weights: emitted classes whose weights transformers 5 converts at load, and the stock class or `model_type`
+            whose conversion applies to them.
+        image_inputs: arguments of `generate` that become embeddings in the prompt.
+        oldest: the first major version of transformers that runs the emitted code, where it is not 4.
+    """
+
+    title: str
+    module: str | None = None
+    base_model_prefix: str | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    image_inputs: tuple[str, ...] = ()
+    oldest: int | None = None
+
+
+@dataclass(frozen=True)
+class Windows(Table):
+    """Which layers do not have full attention, and what they have instead.
+
+    Attributes:
+        kind: what `layer_types` calls them.
+        size: config key of their window.
+        enabled_by: config key of the switch without which there are none.
+        layer_types: whether attention reads `layer_types`, which may be required.
+        layers: config key of a list with a number for each layer, 0 where it has full attention.
+        from_layer: config key of the first layer that slides.
+        full_every: period of layers with full attention, or its config key.
+    """
+
+    kind: Literal["sliding_attention", "chunked_attention", "linear_attention"] = "sliding_attention"
+    size: str = "sliding_window"
+    enabled_by: str | None = None
+    layer_types: bool | Literal["required"] = False
+    layers: str | None = None
+    from_layer: str | None = None
+    full_every: int | str | None = None
+
+
+@dataclass(frozen=True)
+class FullAttention(Table):
+    """Config keys of the dimensions that only layers with full attention have, and of the switch for layers without
+    `v_proj`, whose values are made from the projected keys."""
+
+    head_dim: str
+    num_key_value_heads: str
+    keys_are_values: str
+
+
+@dataclass(frozen=True)
+class Experts(Table):
+    """Which layers have experts, and which tensors come with them.
+
+    Attributes:
+        enabled_by: config key that is 0 or false where no layer has any.
+        from_layer: config key of the first layer with experts.
+        every: config key of their period.
+        layers: config key of a list of the layers with experts, which comes before `every`.
+        dense_layers: config key of a list of layers without experts.
+        tensors, dense: tensors that only layers with, and without, experts have.
+    """
+
+    enabled_by: str | None = None
+    from_layer: str | None = None
+    every: str | None = None
+    layers: str | None = None
+    dense_layers: str | None = None
+    tensors: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Copied(Table):
+    """Tensors whose bytes stay: of the model, of every layer, and those that stock classes do not read.
+
+    `layers_beyond` is the config key that counts layers after the last one, which are copied too.
+    """
+
+    model: tuple[str, ...]
+    layer: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    layers_beyond: str | None = None
+
+
+@dataclass(frozen=True)
+class Text(Table):
+    """The families of a text model inside another model, and the prefixes of its tensors."""
+
+    families: tuple[str, ...]
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Module(Table):
+    """The file of a tower or a projector beside a text model, in `patches/modules/`: the tensors that it must have.
+
+    Attributes:
+        model: names of those outside of layers.
+        layer: names inside of each layer.
+        layers: where the layers lie.
+        number: config key of their number.
+        defaults: of the module's config class.
+        when: by config key, patterns of the tensors that it has only if the value is true.
+        optional_prefix: may come before every name.
+    """
+
+    model: tuple[str, ...]
+    layer: tuple[str, ...] = ()
+    layers: str | None = None
+    number: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    optional_prefix: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_known(self.defaults, [self.number or "", *self.when], "defaults")
+        _check_patterns(self.when, (*self.model, *self.layer))
+
+
+@dataclass(frozen=True)
+class Parallel(Table):
+    """What every process of tensor parallelism has."""
+
+    attention: Literal["replicated"]
+
+
+@dataclass(frozen=True)
+class Refused(Table):
+    """Why something does not cover the family."""
+
+    refused: str
+
+
+@dataclass(frozen=True)
+class Rope(Table):
+    """Whether layer types have RoPE of their own, and whether `rope_parameters` is its only spelling."""
+
+    by_layer_type: bool = False
+    parameters_only: bool = False
+
+
+@dataclass(frozen=True)
+class Sharing(Table):
+    """The config key that counts the last layers, which share the KV cache of earlier ones."""
+
+    layers: str
+
+
+@dataclass(frozen=True)
+class Patch(Table):
+    """All tables of the file; `kvsurgery.checkpoint.family` says what they mean."""
+
+    classes: Mapping[str, str]
+    modeling: Modeling
+    copy: Copied
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    refuse: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
+    windows: Windows | None = None
+    full_attention: FullAttention | None = None
+    sharing: Sharing | None = None
+    rope: Rope = Rope()
+    reform: Refused | None = None
+    measure: Refused | None = None
+    parallel: Parallel | None = None
+    permute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    permute_if_present: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    experts: Experts | None = None
+    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    text: Text | None = None
+    beside: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_known(self.classes, AUTO_CLASSES, "classes")
+        _check_known(self.modeling.weights, self.classes.values(), "modeling.weights")
+        _check_known(self.defaults, [*COMMON_KEYS, *self._config_keys()], "defaults")
+        for part, shape in {**self.permute, **self.permute_if_present}.items():
+            moved_axes = [symbol for symbol in shape if symbol != "hidden"]
+            if len(moved_axes) != 1 or not all(map(SHAPE_SYMBOL.fullmatch, shape)):
+                raise PolicyError(f"the shape of {part!r} has no axis of heads, or several: {[*shape]}")
+        tensors = [*self.permute, *self.permute_if_present, *self.copy.layer, *self.copy.model]
+        _check_known(self.instead, tensors, "instead")
+        experts = self.experts or Experts()
+        _check_patterns({**self.when, "experts": (*experts.tensors, *experts.dense)}, tensors)
+        for module in self.beside.values():
+            _check_known(module, ("section", "module", "default"), "beside")
+        for name in [*tensors, *(name for names in self.instead.values() for name in names)]:
+            if "*" in name.replace("**", "") and name.partition(".*.")[0] not in self.numbers:
+                raise PolicyError(f"`numbers` does not say how many {name!r} there are")
+
+    def _config_keys(self) -> Iterator[str]:
+        """The keys of config.json that the tables name."""
+        windows, full, experts = self.windows or Windows(), self.full_attention, self.experts or Experts()
+        yield from (windows.size, windows.enabled_by or "", windows.layers or "", windows.from_layer or "")
+        yield str(windows.full_every)
+        yield from vars(full).values() if full else ()
+        yield from (value for value in vars(experts).values() if isinstance(value, str))
+        yield from (self.sharing.layers if self.sharing else "", self.copy.layers_beyond or "", *self.when)
+        yield from (key.partition(" ")[0] for key in self.numbers.values())
+
+
+def _check_patterns(patterns: Mapping[str, Iterable[str]], tensors: Collection[str]) -> None:
+    for pattern in (pattern for group in patterns.values() for pattern in group):
+        if not any(fnmatchcase(tensor, pattern) for tensor in tensors):
+            raise PolicyError(f"{pattern!r} matches no tensor")
+
+
+def _check_known(names: Iterable[str], known: Iterable[str], table: str) -> None:
+    known = [*known]
+    for name in names:
+        if name not in known:
+            matches = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {matches[0]!r}?" if matches else f"known are {', '.join(filter(None, known))}"
+            raise PolicyError(f"unknown key {name!r} in `{table}`; {hint}")
