@@ -17,7 +17,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvsurgery.checkpoint.headers import reading
+from kvsurgery.checkpoint.files import reading
 from kvsurgery.checkpoint.journal import JOURNAL, PART, check_finished
 from kvsurgery.errors import CheckpointError
 

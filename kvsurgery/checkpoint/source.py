@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.checkpoint.headers import Shard, Tensor, check_regular, read_shard, reading
+from kvsurgery.checkpoint.files import FileState, check_link, check_regular, reading, source_changed
+from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard
 from kvsurgery.checkpoint.journal import check_finished
+from kvsurgery.checkpoint.side_files import survey
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.templates.kv_layout import text_config
 
@@ -33,6 +35,7 @@ class Checkpoint:
         config: config.json.
         shards: by file name.
         index: raw bytes of the index, None for a single file without one.
+        states: the states of the files beside the weights, from before any was read.
     """
 
     folder: Path
@@ -41,21 +44,38 @@ class Checkpoint:
     config: dict[str, Any]
     shards: tuple[Shard, ...]
     index: bytes | None
+    states: Mapping[str, FileState] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: str | Path, name: str | None = None, revision: str | None = None) -> Checkpoint:
         """Read config, index and headers, and check that they agree.
 
         Raises:
-            CheckpointError: a file is missing or malformed, or the index and the shards disagree.
+            CheckpointError: a file is missing, malformed or a link out of the folder, or index and shards disagree.
             UnsupportedModel: there are no safetensors weights, or an adapter lies beside them.
         """
         folder = Path(folder)
         if (folder / "adapter_config.json").exists():
             raise UnsupportedModel(f"{folder} has an adapter; merge it into the model first (merge_and_unload)")
+        states = survey(folder) if (folder / CONFIG).exists() else {}
         config = read_config(folder)
         shards, index = read_weights(folder)
-        return cls(folder, name or folder.resolve().name, revision, config, shards, index)
+        for file_name in [*([INDEX] if index is not None else []), *(shard.name for shard in shards)]:
+            check_link(folder, file_name)
+        return cls(folder, name or folder.resolve().name, revision, config, shards, index, states)
+
+    def check_unchanged(self) -> None:
+        """Check that all files are those that were there when the checkpoint was opened.
+
+        Raises:
+            SourceChanged: one was written again, replaced, added or removed.
+        """
+        for shard in self.shards:
+            shard.check_unchanged()
+        states = survey(self.folder)
+        for name in sorted(states.keys() | self.states.keys()):
+            if states.get(name) != self.states.get(name):
+                raise source_changed(self.folder / name)
 
     @property
     def tensors(self) -> Iterator[Tensor]:

@@ -156,13 +156,61 @@ def test_link_to_nothing_among_the_side_files(source: Path, out: Path) -> None:
     assert not out.exists()
 
 
-def test_side_files_behind_links_are_copied(source: Path, out: Path, tmp_path: Path) -> None:
-    blob = tmp_path / "blob"
-    blob.write_text("words")
-    (source / "vocab.json").symlink_to(blob)
+def test_links_to_files_of_the_folder_are_copied_as_files(source: Path, out: Path) -> None:
+    (source / "vocab.json").symlink_to("tokenizer.json")
+    (source / "tokens").mkdir()
+    (source / "tokens" / "vocab.json").symlink_to("../vocab.json")
     convert_llama(source, out)
-    assert (out / "vocab.json").read_text() == "words"
+    assert (out / "vocab.json").read_text() == (out / "tokens" / "vocab.json").read_text() == "{}"
     assert not (out / "vocab.json").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("vocab.json", "/proc/self/environ"),
+        ("vocab.json", "../secret"),
+        ("README.md", "../secret"),
+        ("config.json", "../secret"),
+        ("model-00002-of-00003.safetensors", "../secret"),
+        (INDEX, "../secret"),
+        ("custom.py", "../secret"),
+        ("additional_chat_templates/secret.jinja", "../../secret"),
+        ("vocab.json", "first"),
+        ("vocab.json", ".env"),
+    ],
+)
+def test_links_out_of_the_folder_are_refused(source: Path, out: Path, name: str, target: str) -> None:
+    path = source / name
+    path.unlink(missing_ok=True)
+    shutil.copy(
+        next(source.glob("*-00001-*")) if "safetensors" in name else source / "config.json", source / "../secret"
+    )
+    path.symlink_to(target)
+    (source / ".first").symlink_to("../secret")
+    (source / "first").symlink_to(".first")
+    with pytest.raises(CheckpointError, match="is a link to") as error:
+        convert_llama(source, out)
+    assert "first" in str(error.value) if target == "first" else name in str(error.value)
+    assert not out.exists()
+
+
+def test_a_snapshot_of_the_hub_cache_has_links_to_its_own_blobs(source: Path, out: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0a1b", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(source, blobs)
+    (snapshot / "additional_chat_templates").mkdir()
+    shutil.move(blobs / "additional_chat_templates" / "tool.jinja", blobs / "tool")
+    (snapshot / "additional_chat_templates" / "tool.jinja").symlink_to("../../../blobs/tool")
+    for path in blobs.iterdir():
+        if path.is_file():
+            (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    convert_llama(snapshot, out)
+    (tmp_path / "models--c--d" / "blobs").mkdir(parents=True)
+    (tmp_path / "models--c--d" / "blobs" / "x").write_text("x")
+    (snapshot / "other.json").symlink_to("../../../models--c--d/blobs/x")
+    with pytest.raises(CheckpointError, match=r"other\.json is a link to"):
+        convert_llama(snapshot, tmp_path / "out-2")
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
