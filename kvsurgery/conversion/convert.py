@@ -132,7 +132,7 @@ def _write(
 def _update(output: Output, earlier: Provenance, provenance: Provenance) -> tuple[str, ...]:
     """Remove the files that only an earlier conversion wrote; returns the names of all that differ from its files.
 
-    A model card that was edited afterwards stays as it is.
+    A model card that was edited or removed afterwards stays so.
     """
     old_files, new_files = ({**record.emitted, **record.copied} for record in (earlier, provenance))
     finish_time = file_status(output.folder / PROVENANCE).st_mtime_ns
@@ -142,9 +142,10 @@ def _update(output: Output, earlier: Provenance, provenance: Provenance) -> tupl
     updated_names = {PROVENANCE, *obsolete_names}
     for name, digest in new_files.items():
         path = output.folder / name
-        is_edited = digest is None and path.is_file() and file_status(path).st_mtime_ns > finish_time
         originals_differ = earlier.originals.get(name) != provenance.originals.get(name)
-        if not path.is_file() or old_files.get(name) != digest or (originals_differ and not is_edited):
+        if name not in old_files or old_files[name] != digest:
+            updated_names.add(name)
+        elif digest is None and originals_differ and path.is_file() and path.stat().st_mtime_ns < finish_time:
             updated_names.add(name)
     return tuple(sorted(updated_names))
 
