@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Provenance:
             CheckpointError: there is none, or it is damaged.
         """
         path = folder / PROVENANCE
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is not a folder")
         if not path.exists():
             check_finished(folder)

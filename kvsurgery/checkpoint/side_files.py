@@ -114,11 +114,13 @@ def survey(folder: Path) -> dict[str, FileState]:
     """The state of each file beside the weights that conversion reads, by name.
 
     Raises:
-        CheckpointError: a file cannot be read, or is a link to nothing or out of the folder.
+        CheckpointError: a file cannot be read, is no regular file, or is a link to nothing or out of the folder.
     """
     states: dict[str, FileState] = {}
-    for name in walk(folder):
+    for name, is_readable in _entries(folder):
         if not name.endswith("/") and not _is_left_out(name):
+            if not is_readable:
+                raise CheckpointError(f"{folder / name} is not a regular file; remove it")
             check_link(folder, name)
             states[name] = file_state(file_status(folder / name))
     return states
@@ -130,12 +132,17 @@ def _is_left_out(name: str) -> bool:
     return matches(base.lower(), LEFT_OUT) and not matches(base, KEPT)
 
 
-def walk(folder: Path, prefix: str = "") -> Iterator[str]:
+def walk(folder: Path) -> Iterator[str]:
     """Names of the regular files in a fixed order, following links; a folder that is left out is one name.
 
     Raises:
         CheckpointError: a file cannot be read, lies too deep, or is a link to nothing.
     """
+    return (name for name, is_readable in _entries(folder) if is_readable)
+
+
+def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """The names of `walk` and of what is neither file nor folder, such as a pipe, and whether it is one of them."""
     with reading(folder):
         names = sorted(os.listdir(folder))
     for name in names:
@@ -149,13 +156,13 @@ def walk(folder: Path, prefix: str = "") -> Iterator[str]:
             mode = path.lstat().st_mode
             is_link, is_file, is_folder = stat.S_ISLNK(mode), path.is_file(), path.is_dir()
         if is_folder and (is_link or matches(name.lower(), LEFT_OUT_FOLDERS)):
-            yield f"{relative}/"
+            yield f"{relative}/", True
         elif is_folder:
-            yield from walk(path, f"{relative}/")
-        elif is_file or (is_link and _is_left_out(name)):
-            yield relative
-        elif is_link:
+            yield from _entries(path, f"{relative}/")
+        elif is_link and not path.exists() and not _is_left_out(name):
             raise CheckpointError(f"{path} is a link to nothing; fetch it again")
+        else:
+            yield relative, is_file or (is_link and not path.exists())
 
 
 def file_hash(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -55,9 +56,9 @@ class Checkpoint:
             UnsupportedModel: there are no safetensors weights, or an adapter lies beside them.
         """
         folder = Path(folder)
-        if (folder / "adapter_config.json").exists():
+        if os.path.exists(folder / "adapter_config.json"):
             raise UnsupportedModel(f"{folder} has an adapter; merge it into the model first (merge_and_unload)")
-        states = survey(folder) if (folder / CONFIG).exists() else {}
+        states = survey(folder) if os.path.exists(folder / CONFIG) else {}
         config = read_config(folder)
         shards, index = read_weights(folder)
         for file_name in [*([INDEX] if index is not None else []), *(shard.name for shard in shards)]:
@@ -111,7 +112,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         CheckpointError: no such folder, no config.json in it, or not a JSON object.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, it answers for names that are too long
         raise CheckpointError(
             f"{folder} is not a folder; give a checkpoint folder, and download a model on the Hub first"
         )

@@ -141,11 +141,10 @@ def _update(output: Output, earlier: Provenance, provenance: Provenance) -> tupl
         output.remove(name)
     updated_names = {PROVENANCE, *obsolete_names}
     for name, digest in new_files.items():
-        path = output.folder / name
-        originals_differ = earlier.originals.get(name) != provenance.originals.get(name)
-        if name not in old_files or old_files[name] != digest:
-            updated_names.add(name)
-        elif digest is None and originals_differ and path.is_file() and path.stat().st_mtime_ns < finish_time:
+        path, is_updated = output.folder / name, old_files.get(name, "") != digest
+        if digest is None and earlier.originals.get(name) != provenance.originals.get(name) and path.is_file():
+            is_updated |= file_status(path).st_mtime_ns <= finish_time
+        if is_updated:
             updated_names.add(name)
     return tuple(sorted(updated_names))
 

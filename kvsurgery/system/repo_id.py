@@ -33,9 +33,9 @@ def checkpoint_folder(source: str | Path) -> Path | None:
     if source == "":  # which `Path` takes for the working directory
         raise CheckpointError("the name of the checkpoint is empty; give a folder or a Hub id")
     folder = Path(source)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # unlike Path.is_dir, it answers for names that are too long
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise CheckpointError(f"{source} is a file; give the folder of the checkpoint")
     if not is_repo_name(str(source)):
         raise CheckpointError(f"{source} is neither a folder nor a Hub id")
