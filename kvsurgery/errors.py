@@ -38,6 +38,10 @@ class CheckpointError(KVSurgeryError):
     """A checkpoint is malformed: bad header, missing shard, name outside the folder."""
 
 
+class SourceChanged(CheckpointError):
+    """A file of a checkpoint changed while it was read, so that what was read belongs to no checkpoint."""
+
+
 class UnsupportedModel(KVSurgeryError):
     """A sound checkpoint that surgery does not cover: unknown family, unknown tensor, quantized weights."""
 

@@ -16,7 +16,7 @@ from kvsurgery.bench.memory import free_bytes
 from kvsurgery.checkpoint.dtype import stored_dtype
 from kvsurgery.checkpoint.experts import expert_share
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.checkpoint.source import Checkpoint, read_config
+from kvsurgery.checkpoint.source import read_config, read_weights
 from kvsurgery.display import console
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.answering import GATHERED_ALONE
@@ -92,7 +92,7 @@ def load_models(
         KVSurgeryError: their weights do not fit.
     """
     config, is_distributed = read_config(folder), processes.world > 1
-    weights = [Checkpoint.open(folder).size]
+    weights = [_stored_bytes(folder)]
     if source is not None:
         shapes = [
             Family.of(model_config).dimensions(model_config)
@@ -100,7 +100,7 @@ def load_models(
         ]
         if shapes[0] != shapes[1]:
             raise CheckpointError(f"{source} is not what {folder} was made of: {shapes[1]}, not {shapes[0]}")
-        weights.append(Checkpoint.open(source).size)
+        weights.append(_stored_bytes(source))
     elif is_distributed:
         weights *= 2
     device = torch.device(processes.device)
@@ -122,6 +122,11 @@ def load_models(
     if source is None and not is_distributed:
         return converted, shared_stock_model(converted, AutoConfig.from_pretrained(folder))
     return converted, load(source or folder, device=str(device), dtype=dtype, tp=processes.world, stock=True)
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Bytes of a checkpoint's weights, which may be links to another disk."""
+    return sum(shard.size for shard in read_weights(folder)[0])
 
 
 def _stock_config(config: dict[str, Any]) -> dict[str, Any]:

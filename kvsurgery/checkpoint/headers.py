@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from blake3 import blake3
 
+from kvsurgery.checkpoint.files import FileState, check_regular, file_state, file_status, reading, source_changed
 from kvsurgery.errors import CheckpointError
 
 # the reference implementation's own limit
@@ -52,19 +53,6 @@ DTYPES = {
 }
 
 
-@contextmanager
-def reading(path: Path) -> Generator[None]:
-    """Inside, a file of a checkpoint is read.
-
-    Raises:
-        CheckpointError: the system cannot read it.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One tensor of a shard; `start` and `end` are byte offsets in the file."""
@@ -85,6 +73,7 @@ class Tensor:
 class Shard:
     """One safetensors file: its raw header (with the 8 bytes of its size) and its tensors in file order.
 
+    `opened` is the state in which the file was when its header was read.
     `read_at_once` is how many bytes of neighboring tensors are best read in one go, and `slow` says that no finished
     tensor should be read twice.
     """
@@ -93,6 +82,7 @@ class Shard:
     path: Path
     header: bytes
     tensors: tuple[Tensor, ...]
+    opened: FileState
 
     read_at_once: ClassVar[int] = 0
     slow: ClassVar[bool] = False
@@ -104,13 +94,18 @@ class Shard:
 
     @property
     def state(self) -> tuple[int | str | None, ...]:
-        """Size and time of change: they differ when the file's bytes were rewritten.
+        """What differs when the file's bytes were written again, or another file has its name."""
+        return self.opened
+
+    def check_unchanged(self) -> None:
+        """Check that the file is the one whose header was read.
 
         Raises:
-            CheckpointError: the file cannot be read.
+            SourceChanged: it was written again, or replaced.
+            CheckpointError: it cannot be read.
         """
-        status = file_status(self.path)
-        return status.st_size, status.st_mtime_ns
+        if file_state(file_status(self.path)) != self.opened:
+            raise source_changed(self.path)
 
     def changed_after(self, moment: int) -> bool:
         """Whether the file was written after a moment, in nanoseconds of the epoch.
@@ -129,7 +124,7 @@ class Shard:
         """Open the bytes from `start` to `end`, which are best read in order.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends early; also what is yielded raises it.
+            CheckpointError: the file cannot be read, or ends early, as it changed; also what is yielded raises it.
         """
         with reading(self.path):
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -139,7 +134,7 @@ class Shard:
                 while buffer:
                     count = os.preadv(descriptor, [buffer], offset)
                     if count == 0:
-                        raise CheckpointError(f"{self.path} ends early; it changed while it was read")
+                        raise source_changed(self.path)
                     buffer, offset = buffer[count:], offset + count
 
         try:
@@ -161,26 +156,6 @@ def changed_headers(shards: Iterable[Shard], recorded_hashes: Mapping[str, str])
     ]
 
 
-def file_status(path: Path) -> os.stat_result:
-    """Size and times of a file.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    with reading(path):
-        return path.stat()
-
-
-def check_regular(path: Path) -> None:
-    """Check that a path, if something is there, is a regular file: reading another kind may never end.
-
-    Raises:
-        CheckpointError: it is not.
-    """
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file")
-
-
 def read_shard(path: Path) -> Shard:
     """Read and check one file's header.
 
@@ -189,7 +164,8 @@ def read_shard(path: Path) -> Shard:
     """
     check_regular(path)
     with reading(path), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        size = status.st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or 8 + length > size:
@@ -199,7 +175,7 @@ def read_shard(path: Path) -> Shard:
         header = prefix + file.read(length)
     tensors = _tensors(path, header)
     _check_extents(path, tensors, len(header), size)
-    return Shard(path.name, path, header, tensors)
+    return Shard(path.name, path, header, tensors, file_state(status))
 
 
 def _tensors(path: Path, header: bytes) -> tuple[Tensor, ...]:

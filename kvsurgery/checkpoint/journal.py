@@ -11,8 +11,7 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from blake3 import blake3
@@ -43,18 +42,23 @@ class Journal:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, folder: Path, fingerprint: Mapping[str, str]) -> Journal:
+    def open(
+        cls, folder: Path, fingerprint: Mapping[str, str], finished: Mapping[str, dict[str, str]] | None = None
+    ) -> Journal:
         """Start a journal, or continue the one with the same fingerprint.
+
+        Args:
+            finished: what a new journal starts with: by shard, the hashes of the tensors that are there already.
 
         Raises:
             OutputError: another process fills the folder, or the fingerprint is another.
         """
         path = folder / JOURNAL
         if not path.exists():
-            _create(path, fingerprint)
+            _create(path, fingerprint, finished or {})
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         try:
-            _lock(descriptor, folder)
+            lock(descriptor, folder)
             content = path.read_bytes()
             end = content.rfind(b"\n") + 1
             lines = [_parse(line) for line in content[:end].splitlines()]
@@ -91,25 +95,6 @@ class Journal:
         os.close(self._descriptor)
 
 
-@contextmanager
-def no_other_process(folder: Path) -> Generator[None]:
-    """Inside, no other process continues the unfinished run in a folder, if there is one.
-
-    Raises:
-        OutputError: another process does.
-    """
-    try:
-        descriptor = os.open(folder / JOURNAL, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield
-        return
-    try:
-        _lock(descriptor, folder)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def recorded_fingerprint(folder: Path) -> dict[str, str] | None:
     """What decides the output of the unfinished run in a folder; None without one, or where its journal is damaged."""
     try:
@@ -125,22 +110,28 @@ def _entry(shard: object, tensors: object) -> dict[str, object]:
     return {**entry, "checksum": blake3(json.dumps(entry).encode()).hexdigest()}
 
 
-def _create(path: Path, fingerprint: Mapping[str, str]) -> None:
+def _create(path: Path, fingerprint: Mapping[str, str], finished: Mapping[str, dict[str, str]]) -> None:
+    lines = [{"fingerprint": dict(fingerprint)}, *(_entry(shard, tensors) for shard, tensors in finished.items())]
     part = path.with_name(path.name + PART)
     with open(part, "wb") as file:
-        file.write(json.dumps({"fingerprint": dict(fingerprint)}).encode() + b"\n")
+        file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def lock(descriptor: int, folder: Path) -> None:
+    """Keep other processes out of a folder until a descriptor in it, or of it, is closed, as it is when a process dies.
+
+    Raises:
+        OutputError: another process is in it.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OutputError(f"another process is writing {folder}; wait for it, or choose another folder") from None
     except OSError:
-        # some network file systems have no locks; one writer is the ordinary case
+        # some network file systems have no locks, and many lock a file that is open for writing, but no folder
         pass
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvsurgery.checkpoint.headers import reading
+from kvsurgery.checkpoint.files import reading
 from kvsurgery.checkpoint.journal import JOURNAL, PART, check_finished
 from kvsurgery.errors import CheckpointError
 from kvsurgery.system.repo_id import did_you_mean
@@ -81,7 +82,7 @@ class Provenance:
             CheckpointError: there is none, or it is damaged.
         """
         path = folder / PROVENANCE
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is not a folder{did_you_mean(folder)}")
         if not path.exists():
             check_finished(folder)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from kvsurgery.checkpoint.headers import reading
-from kvsurgery.errors import CheckpointError
+from blake3 import blake3
+
+from kvsurgery.checkpoint.files import FileState, check_link, file_state, file_status, reading
+from kvsurgery.errors import CheckpointError, cut
 
 LEFT_OUT_FOLDERS = (
     ".*",
@@ -57,6 +59,8 @@ LEFT_OUT = (
 # not copied, but their bytes are kept for `revert`
 KEPT = ("*.py", ".gitattributes")
 MAX_KEPT_BYTES = 4 << 20
+# a path of bytes, and folders in folders, beyond which some program or disk fails
+MAX_PATH_BYTES, MAX_FOLDERS = 1000, 50
 
 
 @dataclass(frozen=True)
@@ -91,26 +95,24 @@ def side_files(
     copied: list[str] = []
     originals: dict[str, bytes] = {}
     left_out: list[str] = []
-    try:
-        for name in walk(folder):
-            base = name.rpartition("/")[2]
-            if name in weights:
-                continue
-            if name in needed_code:
-                copied.append(name)
-            elif name in replaced_names or _is_kept(folder, name, base):
+    for name in walk(folder):
+        base = name.rpartition("/")[2]
+        if name in weights:
+            continue
+        if name in needed_code:
+            copied.append(name)
+        elif name in replaced_names or _is_kept(folder, name, base):
+            with reading(folder / name):
                 originals[name] = (folder / name).read_bytes()
-            elif name.endswith("/") or matches(base.lower(), LEFT_OUT):
-                left_out.append(name)
-            else:
-                copied.append(name)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
+        elif name.endswith("/") or matches(base.lower(), LEFT_OUT):
+            left_out.append(name)
+        else:
+            copied.append(name)
     return SideFiles(tuple(copied), originals, tuple(left_out))
 
 
 def _is_kept(folder: Path, name: str, base: str) -> bool:
-    return matches(base, KEPT) and (folder / name).stat().st_size <= MAX_KEPT_BYTES
+    return matches(base, KEPT) and file_status(folder / name).st_size <= MAX_KEPT_BYTES
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -118,22 +120,71 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def walk(folder: Path, prefix: str = "") -> Iterator[str]:
-    """Names of the regular files in a fixed order, following links; a folder that is left out is one name."""
-    for name in sorted(os.listdir(folder)):
-        path = folder / name
-        mode = path.lstat().st_mode
-        if stat.S_ISDIR(mode):
-            if matches(name.lower(), LEFT_OUT_FOLDERS):
-                yield f"{prefix}{name}/"
-            else:
-                yield from walk(path, f"{prefix}{name}/")
-        elif path.is_file():
-            yield prefix + name
-        elif path.is_dir():
-            yield f"{prefix}{name}/"
-        elif stat.S_ISLNK(mode):
+def survey(folder: Path) -> dict[str, FileState]:
+    """The state of each file beside the weights that conversion reads, by name.
+
+    Raises:
+        CheckpointError: a file cannot be read, is no regular file, or is a link to nothing or out of the folder.
+    """
+    states: dict[str, FileState] = {}
+    for name, is_readable in _entries(folder):
+        if not name.endswith("/") and not _is_left_out(name):
+            if not is_readable:
+                raise CheckpointError(f"{folder / name} is not a regular file; remove it")
+            check_link(folder, name)
+            states[name] = file_state(file_status(folder / name))
+    return states
+
+
+def _is_left_out(name: str) -> bool:
+    """Whether conversion does not look at a file's content, or reads it as weights."""
+    base = name.rpartition("/")[2]
+    return matches(base.lower(), LEFT_OUT) and not matches(base, KEPT)
+
+
+def walk(folder: Path) -> Iterator[str]:
+    """Names of the regular files in a fixed order, following links; a folder that is left out is one name.
+
+    Raises:
+        CheckpointError: a file cannot be read, lies too deep, or is a link to nothing.
+    """
+    return (name for name, is_readable in _entries(folder) if is_readable)
+
+
+def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """The names of `walk` and of what is neither file nor folder, such as a pipe, and whether it is one of them."""
+    with reading(folder):
+        names = sorted(os.listdir(folder))
+    for name in names:
+        path, relative = folder / name, prefix + name
+        if len(os.fsencode(relative)) > MAX_PATH_BYTES or relative.count("/") > MAX_FOLDERS:
+            raise CheckpointError(
+                f"{cut(str(path))} lies in more than {MAX_FOLDERS} folders, or its path is longer than "
+                f"{MAX_PATH_BYTES} bytes; move it out of the checkpoint"
+            )
+        with reading(path):
+            mode = path.lstat().st_mode
+            is_link, is_file, is_folder = stat.S_ISLNK(mode), path.is_file(), path.is_dir()
+        if is_folder and (is_link or matches(name.lower(), LEFT_OUT_FOLDERS)):
+            yield f"{relative}/", True
+        elif is_folder:
+            yield from _entries(path, f"{relative}/")
+        elif is_link and not path.exists() and not _is_left_out(name):
             raise CheckpointError(f"{path} is a link to nothing; fetch it again")
+        else:
+            yield relative, is_file or (is_link and not path.exists())
+
+
+def file_hash(path: Path) -> str:
+    """The BLAKE3 of a file's bytes.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    hasher = blake3()
+    for chunk in chunks(path):
+        hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def chunks(path: Path) -> Iterator[bytes]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.checkpoint.headers import Shard, Tensor, check_regular, read_shard, reading
+from kvsurgery.checkpoint.files import FileState, check_link, check_regular, reading, source_changed
+from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard
 from kvsurgery.checkpoint.journal import check_finished
+from kvsurgery.checkpoint.side_files import survey
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.system.repo_id import GGUF, cached_origin, did_you_mean
 from kvsurgery.templates.kv_layout import text_config
@@ -34,6 +37,7 @@ class Checkpoint:
         config: config.json.
         shards: by file name.
         index: raw bytes of the index, None for a single file without one.
+        states: the states of the files beside the weights, from before any was read.
     """
 
     folder: Path
@@ -42,23 +46,40 @@ class Checkpoint:
     config: dict[str, Any]
     shards: tuple[Shard, ...]
     index: bytes | None
+    states: Mapping[str, FileState] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: str | Path, name: str | None = None, revision: str | None = None) -> Checkpoint:
         """Read config, index and headers, and check that they agree.
 
         Raises:
-            CheckpointError: a file is missing or malformed, or the index and the shards disagree.
+            CheckpointError: a file is missing, malformed or a link out of the folder, or index and shards disagree.
             UnsupportedModel: there are no safetensors weights, or an adapter lies beside them.
         """
         folder = Path(folder)
-        if (folder / "adapter_config.json").exists():
+        if os.path.exists(folder / "adapter_config.json"):
             raise UnsupportedModel(f"{folder} has an adapter; merge it into the model first (merge_and_unload)")
+        states = survey(folder) if os.path.exists(folder / CONFIG) else {}
         config = read_config(folder)
         shards, index = read_weights(folder)
+        for file_name in [*([INDEX] if index is not None else []), *(shard.name for shard in shards)]:
+            check_link(folder, file_name)
         if name is None:
             name, revision = cached_origin(folder) or (folder.resolve().name, revision)
-        return cls(folder, name, revision, config, shards, index)
+        return cls(folder, name, revision, config, shards, index, states)
+
+    def check_unchanged(self) -> None:
+        """Check that all files are those that were there when the checkpoint was opened.
+
+        Raises:
+            SourceChanged: one was written again, replaced, added or removed.
+        """
+        for shard in self.shards:
+            shard.check_unchanged()
+        states = survey(self.folder)
+        for name in sorted(states.keys() | self.states.keys()):
+            if states.get(name) != self.states.get(name):
+                raise source_changed(self.folder / name)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -94,7 +115,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         CheckpointError: no such folder, no config.json in it, or not a JSON object.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, it answers for names that are too long
         raise CheckpointError(
             f"{folder} is not a folder; give a checkpoint folder, and download a model on the Hub first"
             f"{did_you_mean(folder)}"

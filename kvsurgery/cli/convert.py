@@ -243,6 +243,7 @@ def _convert(
         "peak_memory": peak_memory(),
         "left_out": report.left_out,
         "already_done": report.already_done,
+        "updated": report.updated,
         "kv_check": None if text is None else _check(out, text),
     }
 

@@ -219,6 +219,8 @@ def print_result(result: Mapping[str, Any]) -> None:
     out, seconds, new_bytes = result["out"], result["seconds"], result["bytes"] - result["resumed"]
     if result["already_done"]:
         line = f"{out} is this conversion already; nothing to do"
+    elif result["updated"]:
+        line = f"updated {out} after its source: {', '.join(result['updated'])}; the weights are the same"
     else:
         resumed_note = f", {console.size(result['resumed'])} of them in an earlier run" if result["resumed"] else ""
         fetched_note = ""

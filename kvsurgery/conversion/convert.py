@@ -6,24 +6,25 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
 
-from kvsurgery.checkpoint.headers import Shard, file_status, header_hashes
+from kvsurgery.checkpoint.files import file_status, source_changed
+from kvsurgery.checkpoint.headers import Shard, header_hashes
 from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_code import SideCode
-from kvsurgery.checkpoint.side_files import SideFiles, side_files
+from kvsurgery.checkpoint.side_files import SideFiles, file_hash, side_files
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.engine import JOBS
-from kvsurgery.conversion.output import Output
+from kvsurgery.conversion.output import Output, reserved
 from kvsurgery.conversion.plan import SurgeryPlan
 from kvsurgery.conversion.replacing import remove_conversion
-from kvsurgery.errors import CheckpointError, OutputError
+from kvsurgery.errors import CheckpointError, OutputError, SourceChanged
 from kvsurgery.version import __version__
 
 
@@ -39,6 +40,7 @@ class ConvertReport:
         seconds: wall time.
         resumed: bytes of weights that an interrupted run had written.
         already_done: whether it was there already, and nothing was written.
+        updated: files that were written again or removed in a finished conversion, since the source's files changed.
     """
 
     out: Path
@@ -49,6 +51,7 @@ class ConvertReport:
     seconds: float
     resumed: int = 0
     already_done: bool = False
+    updated: tuple[str, ...] = ()
 
 
 def convert(
@@ -62,6 +65,8 @@ def convert(
     progress: Callable[[int], None] | None = None,
 ) -> ConvertReport:
     """Write the converted checkpoint. A run that was interrupted goes on when it is repeated.
+
+    Repeated after a file beside the weights changed in the source, it writes what differs into the finished conversion.
 
     Args:
         checkpoint, plan: what is converted, and how.
@@ -85,27 +90,76 @@ def convert(
             )
     provenance = _provenance(checkpoint, plan, files, sides)
     report = ConvertReport(out, checkpoint.size, len(plan.moves), len(plan.moved), sides.left_out, 0.0)
-    if overwrite and not _holds(out, checkpoint, provenance):
-        remove_conversion(out, checkpoint.folder, _fingerprint(checkpoint, provenance))
-    if _already_done(out, checkpoint, provenance):
-        return replace(report, already_done=True, seconds=time.monotonic() - start)
-
-    copied_hashes: dict[str, str] = {}
     size = checkpoint.size + sum(len(content) for content in [*files.values(), *sides.originals.values()])
-    size += sum((checkpoint.folder / name).stat().st_size for name in sides.copied)
-    with Output.open(out, checkpoint.folder, size, _fingerprint(checkpoint, provenance)) as output:
-        for name, content in files.items():
-            if name != CONFIG:
-                output.write(name, content)
-        for name in sides.copied:
-            copied_hashes[name] = output.copy(name, checkpoint.folder / name)
-        tensors = _move(output, checkpoint, plan, jobs, progress)
-        if checkpoint.index is not None:
-            output.write(INDEX, checkpoint.index)
-            copied_hashes[INDEX] = blake3(checkpoint.index).hexdigest()
-        output.write(PROVENANCE, replace(provenance, tensors=tensors, copied=copied_hashes).serialize())
-        output.write(CONFIG, files[CONFIG])
-    return replace(report, resumed=output.resumed, seconds=time.monotonic() - start)
+    size += sum(file_status(checkpoint.folder / name).st_size for name in sides.copied)
+    with reserved(out, checkpoint.folder):
+        fingerprint = _fingerprint(checkpoint, provenance)
+        try:
+            earlier = _earlier(out, checkpoint, provenance)
+        except (OutputError, CheckpointError):
+            if not overwrite:
+                raise
+            earlier = None
+        if earlier is None and overwrite:
+            remove_conversion(out, fingerprint)
+        if earlier is not None and _equal(earlier, replace(provenance, tensors=earlier.tensors)):
+            return replace(report, already_done=True, seconds=time.monotonic() - start)
+        finished = None if earlier is None else _tensors_by_shard(checkpoint, earlier)
+        output = Output.open(out, size, fingerprint, finished)
+        try:
+            with output:
+                updated = _update(output, earlier, provenance) if earlier is not None else None
+                _write(output, checkpoint, plan, files, provenance, updated, jobs, progress)
+        except SourceChanged:
+            output.discard([*files, *provenance.copied, *provenance.headers, PROVENANCE])
+            raise
+    return replace(report, resumed=output.resumed, updated=updated or (), seconds=time.monotonic() - start)
+
+
+def _write(
+    output: Output,
+    checkpoint: Checkpoint,
+    plan: SurgeryPlan,
+    files: Mapping[str, bytes],
+    provenance: Provenance,
+    updated: Collection[str] | None,
+    jobs: int,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Write what is missing; of the side files, those `updated`, or all of them. The config is last."""
+    for name, content in files.items():
+        if name != CONFIG and (updated is None or name in updated):
+            output.write(name, content)
+    for name, digest in provenance.copied.items():
+        path = checkpoint.folder / name
+        if name != INDEX and (updated is None or name in updated) and output.copy(name, path) != digest:
+            raise source_changed(path)
+    tensors = _move(output, checkpoint, plan, jobs, progress)
+    if checkpoint.index is not None:
+        output.write(INDEX, checkpoint.index)
+    output.write(PROVENANCE, replace(provenance, tensors=tensors).serialize())
+    checkpoint.check_unchanged()
+    output.write(CONFIG, files[CONFIG])
+
+
+def _update(output: Output, earlier: Provenance, provenance: Provenance) -> tuple[str, ...]:
+    """Remove the files that only an earlier conversion wrote; returns the names of all that differ from its files.
+
+    A model card that was edited or removed afterwards stays so.
+    """
+    old_files, new_files = ({**record.emitted, **record.copied} for record in (earlier, provenance))
+    finish_time = file_status(output.folder / PROVENANCE).st_mtime_ns
+    obsolete_names = [name for name in old_files if name not in new_files]
+    for name in obsolete_names:
+        output.remove(name)
+    updated_names = {PROVENANCE, *obsolete_names}
+    for name, digest in new_files.items():
+        path, is_updated = output.folder / name, old_files.get(name, "") != digest
+        if digest is None and earlier.originals.get(name) != provenance.originals.get(name) and path.is_file():
+            is_updated |= file_status(path).st_mtime_ns <= finish_time
+        if is_updated:
+            updated_names.add(name)
+    return tuple(sorted(updated_names))
 
 
 def _move(
@@ -134,10 +188,8 @@ def _move(
         if failures:
             raise failures[0]
         try:
-            state_before = shard.state
             hashes = output.shard(shard, plan.moves, jobs=jobs // shards_at_once, progress=advance)
-            if shard.state != state_before:
-                raise CheckpointError(f"{shard.path} changed while it was read; convert again")
+            shard.check_unchanged()
         except BaseException as failure:
             fail(failure)
             raise
@@ -156,7 +208,10 @@ def _move(
 
 
 def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, bytes], sides: SideFiles) -> Provenance:
-    """The provenance without hashes of tensors and copied files, which are known once these are read."""
+    """The provenance without hashes of tensors, which are known once these are read."""
+    copied = {name: file_hash(checkpoint.folder / name) for name in sides.copied}
+    if checkpoint.index is not None:
+        copied[INDEX] = blake3(checkpoint.index).hexdigest()
     return Provenance(
         tool=__version__,
         source=checkpoint.name,
@@ -169,31 +224,32 @@ def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, b
         headers=header_hashes(checkpoint.shards),
         tensors={},
         emitted={name: None if is_editable(name) else blake3(content).hexdigest() for name, content in files.items()},
-        copied=dict.fromkeys([*sides.copied, *([INDEX] if checkpoint.index is not None else [])]),
+        copied=copied,
         originals=sides.originals,
         left_out=sides.left_out,
     )
 
 
-def _holds(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> bool:
-    """Whether `out` is this conversion, and sound as far as that can be told without reading weights."""
-    try:
-        return _already_done(out, checkpoint, provenance)
-    except (OutputError, CheckpointError):
-        return False
+def _earlier(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> Provenance | None:
+    """The provenance of the finished conversion in `out`, whose weights are those that this one would write.
 
+    None if there is no finished conversion.
 
-def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> bool:
-    """Whether `out` is the finished conversion of this source and plan."""
+    Raises:
+        OutputError: it is another conversion, it lacks something, or a shard of the source is newer.
+    """
     try:
         names = set(os.listdir(out))
     except OSError:
-        return False
+        return None
     if not {PROVENANCE, CONFIG} <= names or JOURNAL in names:
-        return False
-    existing_provenance = Provenance.read(out)
-    hashless_provenance = replace(existing_provenance, tensors={}, copied=dict.fromkeys(existing_provenance.copied))
-    if hashless_provenance.serialize() != provenance.serialize():
+        return None
+    earlier = Provenance.read(out)
+    sides = {field: getattr(provenance, field) for field in ("copied", "originals", "left_out")}
+    # files are emitted after those of the source; where these are the same, another emitted file has other reasons
+    if any(getattr(earlier, field) != value for field, value in sides.items()):
+        sides["emitted"] = provenance.emitted
+    if not _equal(replace(earlier, tensors={}, **sides), provenance):
         raise OutputError(f"{out} holds another conversion; choose another folder, or `overwrite` it")
     finish_time = (out / PROVENANCE).stat().st_mtime_ns
     for shard in checkpoint.shards:
@@ -207,20 +263,32 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
             raise OutputError(
                 f"{out / shard.name} is missing or cut short; `overwrite` {out}, or choose another folder"
             )
-    for name in [*existing_provenance.emitted, *existing_provenance.copied]:
+    for name in [*earlier.emitted, *earlier.copied]:
         if not is_editable(name) and not (out / name).is_file():
             raise OutputError(f"{out / name} is missing; `overwrite` {out}, or choose another folder")
-    return True
+    return earlier
+
+
+def _equal(left: Provenance, right: Provenance) -> bool:
+    """Whether two provenances are the same file; options that were read have lists in place of tuples."""
+    return left.serialize() == right.serialize()
+
+
+def _tensors_by_shard(checkpoint: Checkpoint, earlier: Provenance) -> dict[str, dict[str, str]]:
+    """By shard, the hashes of its tensors that an earlier conversion recorded."""
+    return {
+        shard.name: {tensor.name: earlier.tensors[tensor.name] for tensor in shard.tensors}
+        for shard in checkpoint.shards
+    }
 
 
 def _fingerprint(checkpoint: Checkpoint, provenance: Provenance) -> dict[str, str]:
     """Everything that decides the output, in parts that a message can name."""
     sources = [(shard.name, *shard.state) for shard in checkpoint.shards]
-    if checkpoint.revision is None:  # side files of a commit do not change
-        states = {name: file_status(checkpoint.folder / name) for name in provenance.copied}
-        sources += [(name, status.st_size, status.st_mtime_ns) for name, status in states.items()]
+    originals = {name: blake3(content).hexdigest() for name, content in provenance.originals.items()}
+    source_files = [sources, dict(provenance.headers), dict(provenance.copied), originals]
     parts = {
-        "source": [sources, dict(provenance.headers), provenance.source, provenance.revision],
+        "source": [source_files, provenance.source, provenance.revision],
         "policy": [provenance.permutation, provenance.policy, dict(provenance.options), provenance.profile],
         "set of emitted files": dict(provenance.emitted),
         "tool version": provenance.tool,

@@ -15,9 +15,10 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from kvsurgery.checkpoint.headers import Shard
-from kvsurgery.checkpoint.journal import JOURNAL, PART, Journal
+from kvsurgery.checkpoint.journal import JOURNAL, PART, Journal, lock
 from kvsurgery.checkpoint.provenance import PROVENANCE
 from kvsurgery.checkpoint.side_files import chunks
+from kvsurgery.checkpoint.source import CONFIG
 from kvsurgery.conversion.engine import JOBS, Target, move_bytes
 from kvsurgery.conversion.plan import Move
 from kvsurgery.display.console import size as readable
@@ -32,40 +33,40 @@ class Output:
     finished shards and the journal stay, so that the same command goes on, or `discard` removes them.
     """
 
-    def __init__(self, folder: Path, journal: Journal, created: bool) -> None:
+    def __init__(self, folder: Path, journal: Journal) -> None:
         self.folder = folder
         self._journal = journal
         self.resumed = 0
         self._lock = threading.Lock()
-        self._created = created
 
     @classmethod
-    def open(cls, folder: Path, source: Path, size: int, fingerprint: Mapping[str, str]) -> Output:
-        """Check everything that can be checked before writing, then create the folder or continue it.
+    def open(
+        cls,
+        folder: Path,
+        size: int,
+        fingerprint: Mapping[str, str],
+        finished: Mapping[str, dict[str, str]] | None = None,
+    ) -> Output:
+        """Check everything that can be checked before writing, then fill the folder or go on with it.
 
         Args:
-            folder: the folder to fill.
-            source: the folder to read.
+            folder: the folder to fill, which is `reserved`.
             size: bytes that will be written.
             fingerprint: what decides the output; only a killed run with the same one is continued.
+            finished: of a finished output whose side files are written again: by shard, the hashes of its tensors.
 
         Raises:
             OutputError: the folder is not usable, the disk too small, or the fingerprint another.
         """
-        created = False
-        try:
-            check_outside(folder, source)
-            _check_empty(folder)
+        with writing(folder):
+            if finished is None:
+                _check_empty(folder)
             check_folder(folder)
             check_space(folder, size)
-            created = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
-            _sync(folder.parent)
-            return cls(folder, Journal.open(folder, fingerprint), created)
-        except OSError as error:
-            if created:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise OutputError(f"cannot write {folder}: {error.strerror}") from error
+            journal = Journal.open(folder, fingerprint, finished)
+            # it is written last, so that no unfinished output loads
+            (folder / CONFIG).unlink(missing_ok=True)
+            return cls(folder, journal)
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
@@ -169,15 +170,75 @@ class Output:
             raise
         _sync(path.parent)
 
+    def remove(self, name: str) -> None:
+        """Remove a file that an earlier conversion wrote, and the folders that held nothing else."""
+        (self.folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            for folder in Path(name).parents:
+                (self.folder / folder).rmdir()
+
     def discard(self, names: Iterable[str]) -> None:
         """Remove what this run and those before it wrote of the named files, and the folders made for them."""
         paths = [self.folder / name for name in names]
         for path in [*paths, *map(_part, paths), self._journal.path]:
             path.unlink(missing_ok=True)
         folders = {folder for path in paths for folder in path.parents if self.folder in folder.parents}
-        for folder in sorted(folders, reverse=True) + [self.folder] * self._created:
+        for folder in sorted(folders, reverse=True):
             with suppress(OSError):
                 folder.rmdir()
+
+
+@contextmanager
+def reserved(folder: Path, source: Path) -> Generator[None]:
+    """Inside, a folder to fill is there, and no other process fills it; afterwards it is gone if nothing is in it.
+
+    Raises:
+        OutputError: another process fills it, it is the source or lies in it, or it cannot be made.
+    """
+    with writing(folder):
+        check_outside(folder, source)
+        if not folder.is_dir():
+            check_folder(folder)
+        made_folders = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+        descriptor = _locked(folder)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for path in made_folders:
+                path.rmdir()
+        os.close(descriptor)
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor of a folder, which is made if need be, with the lock that belongs to it."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # another process, which had made it, has just removed it
+        try:
+            lock(descriptor, folder)
+            if folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor)):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+@contextmanager
+def writing(folder: Path) -> Generator[None]:
+    """Inside, an output folder is prepared.
+
+    Raises:
+        OutputError: the system does not allow it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror}") from error
 
 
 def check_no_other(folder: Path) -> None:

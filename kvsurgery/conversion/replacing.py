@@ -6,31 +6,30 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvsurgery.checkpoint.journal import JOURNAL, PART, no_other_process, recorded_fingerprint
+from kvsurgery.checkpoint.journal import JOURNAL, PART, recorded_fingerprint
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.side_files import walk
 from kvsurgery.checkpoint.source import CONFIG
-from kvsurgery.conversion.output import check_outside
 from kvsurgery.errors import OutputError
 
 LISTED = 5  # files that a refusal names
 
 
-def remove_conversion(folder: Path, source: Path, fingerprint: Mapping[str, str] | None = None) -> None:
+def remove_conversion(folder: Path, fingerprint: Mapping[str, str]) -> None:
     """Remove an earlier conversion from a folder, finished or not. A run with the same fingerprint stays, to go on.
+
+    The folder is `reserved`.
 
     Raises:
         OutputError: there are files that no conversion wrote; then nothing is removed.
         CheckpointError: the provenance of what is there is damaged.
     """
-    check_outside(folder, source)
-    try:
-        with no_other_process(folder):
-            names = removable_names(folder)
-            if fingerprint is None or recorded_fingerprint(folder) != fingerprint:
-                _remove(folder, names)
-    except OSError as error:
-        raise OutputError(f"cannot remove what is in {folder}: {error.strerror}") from error
+    names = removable_names(folder)
+    if recorded_fingerprint(folder) != fingerprint:
+        try:
+            _remove(folder, names)
+        except OSError as error:
+            raise OutputError(f"cannot remove what is in {folder}: {error.strerror}") from error
 
 
 def _remove(folder: Path, names: Sequence[str]) -> None:

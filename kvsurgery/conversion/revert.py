@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,11 +9,12 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvsurgery.checkpoint.files import check_link, file_status
 from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.converted import Converted, open_converted
 from kvsurgery.conversion.engine import JOBS
-from kvsurgery.conversion.output import Output
+from kvsurgery.conversion.output import Output, reserved
 from kvsurgery.conversion.verify import check_file, check_source_files, check_source_tensors
 from kvsurgery.errors import KVSurgeryError, Mismatch
 
@@ -59,22 +59,24 @@ def revert(
     converted = open_converted(folder)
     provenance = converted.provenance
     for name, digest in provenance.copied.items():
+        check_link(folder, name)
         check_file(folder, name, digest, CHANGED)
     files = len(provenance.copied) + len(provenance.originals)
     report = RevertReport(
         out, provenance.source, converted.size, len(converted.moves), files, provenance.left_out, seconds=0.0
     )
-    if _already_done(converted, out, jobs):
-        return replace(report, already_done=True, seconds=time.monotonic() - start)
     size = converted.size + sum(len(content) for content in provenance.originals.values())
-    size += sum((folder / name).stat().st_size for name in provenance.copied)
-    output = Output.open(out, folder, size, _fingerprint(converted))
-    try:
-        with output:
-            _write(output, converted, jobs, progress)
-    except Mismatch:
-        output.discard([*provenance.copied, *provenance.originals, *provenance.headers])
-        raise
+    size += sum(file_status(folder / name).st_size for name in provenance.copied)
+    with reserved(out, folder):
+        if _already_done(converted, out, jobs):
+            return replace(report, already_done=True, seconds=time.monotonic() - start)
+        output = Output.open(out, size, _fingerprint(converted))
+        try:
+            with output:
+                _write(output, converted, jobs, progress)
+        except Mismatch:
+            output.discard([*provenance.copied, *provenance.originals, *provenance.headers])
+            raise
     return replace(report, seconds=time.monotonic() - start)
 
 
@@ -114,6 +116,5 @@ def _already_done(converted: Converted, out: Path, jobs: int) -> bool:
 
 
 def _fingerprint(converted: Converted) -> dict[str, str]:
-    states = [(shard.name, *shard.state) for shard in converted.shards]
-    content = converted.provenance.serialize() + json.dumps(states).encode()
-    return {"converted checkpoint": blake3(content).hexdigest()}
+    # it has the hash of every tensor, and only tensors with that hash are recorded as finished
+    return {"converted checkpoint": blake3(converted.provenance.serialize()).hexdigest()}

@@ -14,7 +14,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import changed_headers
 from kvsurgery.checkpoint.model_code import saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
-from kvsurgery.checkpoint.side_files import chunks, walk
+from kvsurgery.checkpoint.side_files import file_hash, walk
 from kvsurgery.checkpoint.source import CONFIG, Checkpoint
 from kvsurgery.conversion.converted import Converted, open_converted, read_provenance
 from kvsurgery.conversion.engine import JOBS, move_bytes
@@ -141,8 +141,5 @@ def check_file(folder: Path, name: str, digest: str | None, fault: str) -> None:
         raise Mismatch(f"{path} is missing")
     if digest is None:
         return
-    hasher = blake3()
-    for chunk in chunks(path):
-        hasher.update(chunk)
-    if hasher.hexdigest() != digest:
+    if file_hash(path) != digest:
         raise Mismatch(f"{path} {fault}")

@@ -14,7 +14,7 @@ from kvsurgery.checkpoint.fingerprint import DIGITS, fingerprint
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.system.files import write_whole
-from kvsurgery.system.repo_id import snapshot_repository
+from kvsurgery.system.repo_id import cached_origin
 
 # folders beside a profile whose weights are looked at
 MAX_NEIGHBORS = 200
@@ -38,7 +38,7 @@ class ModelOrigin:
     def of_folder(cls, folder: Path) -> ModelOrigin:
         """The model in a folder; one in the Hub's cache is called as on the Hub."""
         # a root folder has no name
-        name, revision = snapshot_repository(folder) or (Path(os.path.abspath(folder)).name or "model", None)
+        name, revision = cached_origin(folder) or (Path(os.path.abspath(folder)).name or "model", None)
         return cls(name, revision, _fingerprint(folder))
 
     def place(self, beside: Iterable[Path]) -> tuple[str, str | None]:

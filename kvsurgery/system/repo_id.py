@@ -36,11 +36,11 @@ def checkpoint_folder(source: str | Path) -> Path | None:
     if source == "":  # which `Path` takes for the working directory
         raise CheckpointError("the name of the checkpoint is empty; give a folder or a Hub id")
     folder = Path(source)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # unlike Path.is_dir, it answers for names that are too long
         return folder
-    if folder.suffix.lower() == ".gguf" and folder.exists():
+    if folder.suffix.lower() == ".gguf" and os.path.exists(folder):
         raise CheckpointError(f"{source} is a {GGUF}")
-    if folder.exists():
+    if os.path.exists(folder):
         raise CheckpointError(f"{source} is a file; give the folder of the checkpoint, {folder.parent}")
     if not is_repo_name(str(source)):
         raise CheckpointError(f"{source} is neither a folder nor a Hub id{did_you_mean(source)}")
@@ -52,7 +52,7 @@ def did_you_mean(folder: str | Path) -> str:
     path = Path(folder)
     similar_path = Path(path.anchor)
     for part in path.parts[bool(path.anchor) :]:
-        if not (similar_path / part).is_dir():
+        if not os.path.isdir(similar_path / part):
             try:
                 names = {entry.name.lower(): entry.name for entry in os.scandir(similar_path) if entry.is_dir()}
             except OSError:
@@ -63,19 +63,6 @@ def did_you_mean(folder: str | Path) -> str:
             part = names[similar_names[0]]
         similar_path /= part
     return f"; did you mean {shlex.quote(str(similar_path))}?"
-
-
-def snapshot_repository(folder: str | Path) -> tuple[str, str] | None:
-    """The Hub id and the commit of a snapshot in the Hub's cache, `models--owner--name/snapshots/COMMIT`; None for any
-    other folder."""
-    path = Path(os.path.abspath(folder))
-    for snapshot in (path, path.resolve()):
-        name = snapshot.parent.parent.name
-        repo_id = name.removeprefix("models--").replace("--", "/", 1)
-        is_commit = re.fullmatch("[0-9a-f]{40}", snapshot.name) is not None
-        if is_commit and snapshot.parent.name == "snapshots" and name.startswith("models--") and is_repo_name(repo_id):
-            return repo_id, snapshot.name
-    return None
 
 
 def cached_origin(folder: Path) -> tuple[str, str] | None:

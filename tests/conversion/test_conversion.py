@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.checkpoint.journal import JOURNAL, Journal
 from kvsurgery.conversion.output import Output
+from kvsurgery.conversion.plan import plan_surgery
+from kvsurgery.conversion.revert import revert
+from kvsurgery.conversion.verify import verify
 from kvsurgery.errors import CheckpointError, OutputError
+from tests.helpers import shards
 from tests.helpers.shards import FILES, convert_llama, tree
 
 INDEX = "model.safetensors.index.json"
@@ -156,13 +162,59 @@ def test_link_to_nothing_among_the_side_files(source: Path, out: Path) -> None:
     assert not out.exists()
 
 
-def test_side_files_behind_links_are_copied(source: Path, out: Path, tmp_path: Path) -> None:
-    blob = tmp_path / "blob"
-    blob.write_text("words")
-    (source / "vocab.json").symlink_to(blob)
+def test_links_to_files_of_the_folder_are_copied_as_files(source: Path, out: Path) -> None:
+    (source / "vocab.json").symlink_to("tokenizer.json")
+    (source / "tokens").mkdir()
+    (source / "tokens" / "vocab.json").symlink_to("../vocab.json")
     convert_llama(source, out)
-    assert (out / "vocab.json").read_text() == "words"
+    assert (out / "vocab.json").read_text() == (out / "tokens" / "vocab.json").read_text() == "{}"
     assert not (out / "vocab.json").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("vocab.json", "/proc/self/environ"),
+        ("vocab.json", "../secret"),
+        ("README.md", "../secret"),
+        ("config.json", "../secret"),
+        ("model-00002-of-00003.safetensors", "../secret"),
+        (INDEX, "../secret"),
+        ("custom.py", "../secret"),
+        ("additional_chat_templates/secret.jinja", "../../secret"),
+        ("vocab.json", "first"),
+        ("vocab.json", ".env"),
+    ],
+)
+def test_links_out_of_the_folder_are_refused(source: Path, out: Path, name: str, target: str) -> None:
+    path, secret = source / name, source.with_name("secret")
+    shutil.copy(path if path.exists() else source / "config.json", secret)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+    if target == "first":
+        (source / "first").symlink_to(".second")
+        (source / ".second").symlink_to("../secret")
+    with pytest.raises(CheckpointError, match=f"{'first' if target == 'first' else name} is a link to"):
+        convert_llama(source, out)
+    assert not out.exists()
+
+
+def test_a_snapshot_of_the_hub_cache_has_links_to_its_own_blobs(source: Path, out: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0a1b", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(source, blobs)
+    (snapshot / "additional_chat_templates").mkdir()
+    shutil.move(blobs / "additional_chat_templates" / "tool.jinja", blobs / "tool")
+    (snapshot / "additional_chat_templates" / "tool.jinja").symlink_to("../../../blobs/tool")
+    for path in blobs.iterdir():
+        if path.is_file():
+            (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    convert_llama(snapshot, out)
+    (tmp_path / "models--c--d" / "blobs").mkdir(parents=True)
+    (tmp_path / "models--c--d" / "blobs" / "x").write_text("x")
+    (snapshot / "other.json").symlink_to("../../../models--c--d/blobs/x")
+    with pytest.raises(CheckpointError, match=r"other\.json is a link to"):
+        convert_llama(snapshot, tmp_path / "out-2")
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -185,6 +237,22 @@ def interrupt(source: Path, out: Path, name: str, monkeypatch: pytest.MonkeyPatc
         fail_at(patch, name)
         with pytest.raises(OutputError, match="No space left on device; run the same command again"):
             convert_llama(source, out)
+
+
+def interrupted_at(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
+    """Run until the disk is full, when file number `count` would have got its name."""
+    replace, calls = os.replace, []
+
+    def full(start: Path, end: Path) -> None:
+        calls.append(end)
+        if len(calls) == count + 1:  # the first is the journal
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(start, end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OutputError, match="run the same command again"):
+            run()
 
 
 def undisturbed(source: Path) -> dict[str, bytes]:
@@ -329,10 +397,209 @@ def test_two_conversions_at_once(source: Path, out: Path, monkeypatch: pytest.Mo
     journal.close()
 
 
-def test_source_that_changes_while_it_is_read(source: Path, out: Path) -> None:
-    def touch(count: int) -> None:
-        os.utime(source / "model-00002-of-00003.safetensors")
+def replaced(path: Path) -> None:
+    """Another file of the same size and times has the name."""
+    other, status = path.with_name(".other"), path.stat()
+    other.write_bytes(path.read_bytes()[:-1] + b"?")
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(path)
 
-    with pytest.raises(CheckpointError, match="changed while it was read"):
-        convert_llama(source, out, progress=touch)
+
+def rewritten(path: Path) -> None:
+    """The file has other bytes in place, and its old times."""
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [replaced, rewritten, os.utime, Path.unlink, Path.touch])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model-00001-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "new.json",
+    ],
+)
+@pytest.mark.parametrize("moment", ["planned", "reading"])
+def test_source_that_changes_while_it_is_read(
+    source: Path, out: Path, name: str, change: Callable[[Path], None], moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, moments = source / name, []
+    if not path.exists() and change is not Path.touch:
+        pytest.skip("there is nothing to change")
+
+    def change_once() -> None:
+        if not moments:
+            moments.append(name)
+            change(path)
+
+    if moment == "planned":
+        with monkeypatch.context() as patch:
+            patch.setattr(shards, "plan_surgery", lambda *arguments: change_once() or plan_surgery(*arguments))
+            with pytest.raises(CheckpointError, match=rf"{name}.*changed while it was read|cannot read .*{name}"):
+                convert_llama(source, out)
+    else:
+        with pytest.raises(CheckpointError, match=rf"{name}.*changed while it was read|cannot read .*{name}"):
+            convert_llama(source, out, progress=lambda count: change_once())
     assert not (out / "config.json").exists()
+    if path.exists() and name != "config.json":  # the command that the message advises
+        convert_llama(source, out)
+        verify(out, source)
+
+
+@pytest.mark.parametrize("change", [replaced, rewritten])
+@pytest.mark.parametrize("name", ["model-00001-of-00003.safetensors", "tokenizer.json"])
+def test_a_source_that_changed_is_not_resumed(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None]
+) -> None:
+    interrupt(source, out, "model-00003-of-00003.safetensors", monkeypatch)
+    change(source / name)
+    with pytest.raises(OutputError, match="unfinished run with another source"):
+        convert_llama(source, out)
+    assert not (out / "config.json").exists()
+
+
+def change_side_files(source: Path) -> None:
+    """Change, add and remove files beside the weights."""
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "additional_chat_templates" / "tool.jinja").unlink()
+    (source / "LICENSE").write_text("do what you must")
+    (source / "modeling_custom.py").write_text("pass")
+    (source / "picture.png").write_text("other pixels")
+    (source / "flax_model.msgpack").write_text("other weights")
+
+
+@pytest.mark.parametrize("kill", [None, *range(1, 7)])
+def test_side_files_that_changed_are_written_again(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, kill: int | None
+) -> None:
+    convert_llama(source, out)
+    shard = out / "model-00001-of-00003.safetensors"
+    before = shard.stat().st_mtime_ns
+    (out / "README.md").write_text("my own words")
+    change_side_files(source)
+    if kill is None:
+        report = convert_llama(source, out)
+        assert not report.already_done
+        assert set(report.updated) == {
+            "LICENSE",
+            "additional_chat_templates/tool.jinja",
+            "chat_template.jinja",
+            "kvsurgery.json",
+            "picture.png",
+        }
+        assert (out / "README.md").read_text() == "my own words"
+    else:
+        interrupted_at(kill, monkeypatch, lambda: convert_llama(source, out))
+        assert not (out / "config.json").exists()
+        convert_llama(source, out)
+    assert shard.stat().st_mtime_ns == before
+    assert not (out / "additional_chat_templates").exists()
+    verify(out, source)
+    revert(out, out.with_name("back"))
+    assert (out.with_name("back") / "modeling_custom.py").read_text() == "pass"
+    assert convert_llama(source, out).already_done
+    (out / "README.md").write_bytes(FILES["README.md"])
+    assert tree(out) == undisturbed(source)
+
+
+def test_a_card_that_changed_in_the_source(source: Path, out: Path) -> None:
+    convert_llama(source, out)
+    (source / "README.md").write_text("another card")
+    assert convert_llama(source, out, files={**FILES, "README.md": b"card of another"}).updated == (
+        "README.md",
+        "kvsurgery.json",
+    )
+    assert (out / "README.md").read_bytes() == b"card of another"
+
+
+def test_folders_in_folders(source: Path, out: Path) -> None:
+    deep = source / "deep"
+    for folder in ["d" * 200] * 6:
+        deep /= folder
+    deep.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="move it out of the checkpoint"):
+        convert_llama(source, out)
+    shutil.rmtree(source / "deep")
+    source.joinpath(*["d"] * 60).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="move it out of the checkpoint"):
+        convert_llama(source, out)
+    assert not out.exists()
+
+
+def test_names_that_are_no_text(source: Path, out: Path) -> None:
+    names = ["line\nbreak.txt", os.fsdecode(b"latin-\xe9.txt"), "license"]
+    for name in names:
+        (source / name).write_text(name.encode(errors="replace").decode())
+    convert_llama(source, out)
+    verify(out, source)
+    revert(out, out.with_name("back"))
+    assert all((out.with_name("back") / name).is_file() for name in names)
+
+
+@pytest.mark.parametrize("name", ["README.md", "generation_config.json", "tokenizer.json", "config.json", "pipe"])
+def test_pipes_are_refused_and_not_read(source: Path, out: Path, name: str) -> None:
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        convert_llama(source, out)
+    assert not out.exists()
+
+
+RACER = """
+import sys
+from pathlib import Path
+from kvsurgery.errors import KVSurgeryError
+from kvsurgery.conversion.revert import revert
+from tests.helpers.shards import convert_llama
+source, out, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+orders = {"same": ((2, 0, 1), (1, 0, 2)), "other": ((0, 1, 2), (1, 0, 2))}
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(20):
+    try:
+        report = revert(source, out) if how == "revert" else convert_llama(source, out, orders=orders[how])
+        print("done" if report.already_done else "written", flush=True)
+    except KVSurgeryError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("second", ["other", "revert"])
+def test_processes_that_write_one_folder(source: Path, out: Path, tmp_path: Path, second: str) -> None:
+    """Each of them tries again and again; one conversion is written, once, and the others are told."""
+    places = {"same": source, "other": source, "revert": tmp_path / "undisturbed"}
+    expected = {"same": undisturbed(source)}
+    convert_llama(source, tmp_path / "other", orders=((0, 1, 2), (1, 0, 2)))
+    expected["other"] = tree(tmp_path / "other")
+    revert(places["revert"], tmp_path / "back")
+    expected["revert"] = tree(tmp_path / "back")
+    kinds = ["same", second, second, "same"]
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(places[kind]), str(out), kind],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for kind in kinds
+    ]
+    assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * len(racers)
+    for racer in racers:
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    results = [racer.communicate() for racer in racers]
+    assert [error for _, error in results] == [""] * len(racers)
+    lines = [line for text, _ in results for line in text.splitlines()]
+    assert lines.count("written") == 1
+    told = "another process is writing|holds another conversion|is not empty|holds an unfinished run"
+    assert all(line in ("written", "done") or re.search(told, line) for line in lines)
+    winner = next(kind for kind, (text, _) in zip(kinds, results, strict=True) if "written" in text.splitlines())
+    assert tree(out) == expected[winner]

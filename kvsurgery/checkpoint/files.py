@@ -1,0 +1,84 @@
+"""Files of a checkpoint folder, which may change while they are read, or be links to anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvsurgery.errors import CheckpointError, SourceChanged
+
+# inode, size, time of the last write, and time of the last change of the inode, which no program can set back
+FileState = tuple[int, int, int, int]
+
+
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Inside, a file of a checkpoint is read.
+
+    Raises:
+        CheckpointError: the system cannot read it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def file_status(path: Path) -> os.stat_result:
+    """Size and times of a file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with reading(path):
+        return path.stat()
+
+
+def file_state(status: os.stat_result) -> FileState:
+    """The state of a file: it differs when the file was written again, or another file has its name."""
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def source_changed(path: Path) -> SourceChanged:
+    """The error for a file that is not in the state in which it was when the conversion was planned."""
+    return SourceChanged(f"{path} changed while it was read; convert again when nothing else writes to its folder")
+
+
+def check_regular(path: Path) -> None:
+    """Check that a path, if something is there, is a regular file: reading another kind may never end.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    with reading(path):
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} is not a regular file")
+
+
+def check_link(folder: Path, name: str) -> None:
+    """Check that a file of a folder is not a link to somewhere else, whose content would become part of the output.
+
+    Links may lead to files of the folder that are not hidden, and those of a snapshot in the Hub's cache to the blobs
+    of its repository.
+
+    Raises:
+        CheckpointError: the file, or a folder above it, is another link.
+    """
+    path, root = folder / name, folder.resolve()
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop is a RuntimeError up to Python 3.12
+        raise CheckpointError(f"cannot read {path}: it is a link that leads nowhere") from error
+    if target.is_relative_to(root):
+        inner_path = target.relative_to(root)
+        if inner_path == Path(name) or not any(part.startswith(".") for part in inner_path.parts):
+            return
+        raise CheckpointError(f"{path} is a link to a hidden file, {inner_path}; put a copy in its place, or remove it")
+    if any(target.parent == above.parent / "blobs" for above in root.parents if above.name == "snapshots"):
+        return
+    raise CheckpointError(
+        f"{path} is a link to {target}, outside of {folder}; put a copy in its place, or give the folder that has the "
+        "files themselves"
+    )
