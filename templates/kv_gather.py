@@ -15,6 +15,7 @@ from transformers.utils.logging import tqdm
 
 from .kv_cache import CACHE
 from .kv_encode import Encoder, Exit
+from .kv_generation import check_cache
 from .kv_heads import check_padding, leading_padding
 from .kv_layout import KVLayout
 from .kv_reform import Reform
@@ -144,6 +145,8 @@ class LongPrompts:
             output = super().generate(inputs, generation_config, *args, **kwargs)
             return (output, [torch.arange(len(row)) for row in rows]) if return_gathered else output
         cache = kwargs.get(CACHE, kwargs.get("past_key_values"))
+        if cache is not None:
+            check_cache(cache)
         if cache is not None and cache.get_seq_length():
             raise ValueError("a long prompt is gathered anew in every turn; leave past_key_values out")
 
