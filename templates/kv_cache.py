@@ -377,6 +377,7 @@ class KVSurgeryCache(HandingCache):
     """
 
     layers: list[Any]  # in the model's order: `attention`, and stock caches of linear attention
+    max_cache_len = -1  # none, as peft writes it
 
     def __init__(self, config: Any, capacity: int = 0, quantization: Quantization | None = None):
         layout = KVLayout.from_config(config)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from .kv_adapters import check_adapters
 from .kv_attention import NAME
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
 from .kv_graph import DecodeGraph
@@ -35,6 +36,11 @@ class KVSurgeryModel:
                 decoder_layer.linear_attn.register_forward_pre_hook(mask_padding, with_kwargs=True)
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "peft_config":  # peft has put adapters into the model
+            check_adapters(self, value)
+        super().__setattr__(name, value)
 
     def get_decoder(self) -> Any:
         decoder = super().get_decoder()
@@ -172,7 +178,10 @@ def with_kv_cache(forward: Callable) -> Callable:
             cache.repeated = 0
         arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         mask, cache, use_cache = (arguments.get(name) for name in ("attention_mask", CACHE, "use_cache"))
-        config = self.get_decoder().config
+        decoder = self.get_decoder()
+        config = decoder.config
+        for module in (self, decoder):  # peft tells a model of its first adapter only
+            check_adapters(self, vars(module).get("peft_config", {}))
         inputs = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
         if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
             raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
@@ -308,7 +317,7 @@ def check_cache(cache: Any) -> None:
     """Raise TypeError for a cache of another class."""
     if isinstance(cache, KVSurgeryCache):
         return
-    name, advice = type(cache).__name__, "leave past_key_values out, as the model makes one"
+    name, advice = type(cache).__name__, "leave past_key_values out, and prefix tuning, which passes one"
     if name == KVSurgeryCache.__name__:
         name, advice = (
             f"that of {type(cache).__module__}",
