@@ -116,7 +116,11 @@ class KVSurgeryGeneration(KVSurgeryModel):
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         cache = kwargs.get(CACHE)
         if isinstance(cache, KVSurgeryCache) and inputs.get(CACHE) is None:
-            cache.restart()  # where RoPE changes with the length (longrope), stock code computes all tokens anew
+            # where RoPE changes with the length (longrope), stock code drops it, to compute all tokens anew; version
+            # 5.17 passes the newest alone
+            kwargs |= {CACHE: None} | ({"next_sequence_length": None} if "next_sequence_length" in kwargs else {})
+            inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+            cache.restart()
             inputs[CACHE] = cache
         return inputs
 
@@ -319,10 +323,7 @@ def check_cache(cache: Any) -> None:
         return
     name, advice = type(cache).__name__, "leave past_key_values out, and prefix tuning, which passes one"
     if name == KVSurgeryCache.__name__:
-        name, advice = (
-            f"that of {type(cache).__module__}",
-            "go on with the model, loaded from the folder, that filled it",
-        )
+        name, advice = f"that of {type(cache).__module__}", "give it to a model of the folder that filled it"
     raise TypeError(f"this checkpoint runs with a KVSurgeryCache of its own, got {name}; {advice}")
 
 
