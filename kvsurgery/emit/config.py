@@ -58,7 +58,7 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
 
 def _order(policy: Policy) -> dict[str, str]:
     """A hash of the order of all heads, by which adapters are known; nothing where it is the source's."""
-    if all(order == tuple(range(len(order))) for order in policy.orders):
+    if not policy.moves_heads:
         return {}
     return {"order": hashlib.sha256(json.dumps(policy.orders).encode()).hexdigest()[:16]}
 
