@@ -363,7 +363,11 @@ def linear_layer() -> Any:
     return LinearAttentionLayer()
 
 
-class KVSurgeryCache(Cache):
+class HandingCache(Cache):
+    """A cache whose attention layers hand new states to the attention function."""
+
+
+class KVSurgeryCache(HandingCache):
     """The cache of a converted model: `generate` makes one, and returns it as `past_key_values` for the next turn.
 
     Args:
@@ -373,6 +377,7 @@ class KVSurgeryCache(Cache):
     """
 
     layers: list[Any]  # in the model's order: `attention`, and stock caches of linear attention
+    max_cache_len = -1  # none, as peft writes it
 
     def __init__(self, config: Any, capacity: int = 0, quantization: Quantization | None = None):
         layout = KVLayout.from_config(config)
@@ -478,6 +483,13 @@ class KVSurgeryCache(Cache):
             layer.__init__()
         self.columns.clear()
         self.graph = None
+
+    def restart(self) -> None:
+        """Forget all tokens to read them anew: what has been reserved, confirmed and asked to be recorded stays."""
+        seen, record_past = self.get_seq_length(), self.columns.record_past
+        self.reset()
+        self.columns.record_past = record_past
+        self.confirm(seen + 1)
 
     def _take_rows(self, index: torch.Tensor) -> None:
         rows = Rows(index)

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache
 
-from .kv_cache import CACHE, HandingLayer
+from .kv_cache import CACHE, HandingCache, HandingLayer
 from .kv_layout import KVLayout, LayerLayout
 from .kv_received import attention_received
 from .kv_reform import Reform
@@ -147,7 +146,7 @@ class ChunkEncoder:
     def __init__(self, model: torch.nn.Module, layout: KVLayout, reform: Reform):
         self.model, self.reform = model, reform
         self.layers = [self.layer(index, layer) for index, layer in enumerate(layout.layers)]
-        self.cache = Cache(layers=[*self.layers])
+        self.cache = HandingCache(layers=[*self.layers])
         self.past = 0  # positions that earlier chunks take
 
     def read_chunk(self, **inputs: torch.Tensor) -> Any:

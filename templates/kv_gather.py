@@ -4,23 +4,28 @@ REFORM (Song et al. 2025): the similarity of every token's embedding to the ques
 order, and one pass of those through the whole model.
 """
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import tqdm
 
 from .kv_cache import CACHE
 from .kv_encode import Encoder, Exit
+from .kv_generation import check_cache
 from .kv_heads import check_padding, leading_padding
 from .kv_layout import KVLayout
 from .kv_reform import Reform
 
 BLOCK = 2**24  # elements of a block of similarities
 TOKEN_WEIGHT = 0.5  # of scores that the caller gives
+# settings of a generation that count the prompt, or the time since it began
+LIMITS = "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "token_healing"
 
 
 def similarity(embeddings: torch.Tensor, question: torch.Tensor) -> torch.Tensor:
@@ -144,9 +149,15 @@ class LongPrompts:
             output = super().generate(inputs, generation_config, *args, **kwargs)
             return (output, [torch.arange(len(row)) for row in rows]) if return_gathered else output
         cache = kwargs.get(CACHE, kwargs.get("past_key_values"))
+        if cache is not None:
+            check_cache(cache)
         if cache is not None and cache.get_seq_length():
             raise ValueError("a long prompt is gathered anew in every turn; leave past_key_values out")
 
+        begin, tokens = time.time(), states.shape[1]
+        limits = {name: self._setting(name, kwargs, generation_config) for name in LIMITS}
+        _check_limits(limits, tokens)
+        _check_positions(kwargs.get("position_ids"), pads)
         images = {name: kwargs.pop(name) for name in self.image_inputs if name in kwargs}
         if images:
             prompt["inputs_embeds"] = self._embedded(prompt, images)
@@ -155,20 +166,23 @@ class LongPrompts:
             for index, (row, question) in enumerate(zip(rows, questions, strict=True)):
                 external_scores = None if token_scores is None else token_scores[index, pads[index] :]
                 places.append(self._places(row, question, reform, external_scores, advance))
-        kwargs = _gathered_arguments(kwargs, generation_config, prompt, pads, places)
+        kwargs = _gathered_arguments(kwargs, prompt, pads, places)
+        width = kwargs["attention_mask"].shape[1]
+        kwargs |= _remaining_limits(limits, tokens - width, time.time() - begin)
         if kwargs.get("streamer") is not None and ids is not None:
             kwargs["streamer"] = PromptFirst(kwargs["streamer"], ids)
         output = super().generate(None, generation_config, *args, **kwargs)
         if ids is not None:  # of embeddings alone, stock code returns what follows only
-            output = _after_prompt(output, ids, max(map(len, places)))
+            output = _after_prompt(output, ids, width)
         return (output, [row_places.cpu() for row_places in places]) if return_gathered else output
 
     def _setting(self, name: str, kwargs: dict[str, Any], generation_config: Any) -> Any:
-        """A setting of `generate`: its keyword's, else the given config's, else the model's."""
+        """A setting of `generate`: its keyword's, else the given config's, else the model's; None for the default."""
         if name in kwargs:
             return kwargs[name]
-        given = getattr(generation_config, name, None)
-        return getattr(self.generation_config, name) if given is None else given
+        default = getattr(GenerationConfig(), name)  # None, but for lengths in transformers 4
+        settings = [getattr(config, name, None) for config in (generation_config, self.generation_config)]
+        return next((setting for setting in settings if setting not in (None, default)), None)
 
     def _embedded(self, prompt: dict[str, torch.Tensor], images: dict) -> torch.Tensor:
         """Embeddings of a prompt with its images in place, [batch, tokens, hidden], as the text model gets them."""
@@ -236,8 +250,38 @@ def _without_padding(states: torch.Tensor, pads: list[int]) -> list[torch.Tensor
     return [row[pad:] for row, pad in zip(states, pads, strict=True)]
 
 
+def _check_limits(limits: dict[str, Any], tokens: int) -> None:
+    """Raise ValueError for settings of a generation that a prompt of this many tokens leaves no room for."""
+    if limits["token_healing"]:
+        raise ValueError("token_healing changes the end of a prompt, which is gathered; leave it out")
+    if limits["max_new_tokens"] is None and limits["max_length"] is not None and limits["max_length"] <= tokens:
+        raise ValueError(
+            f"the prompt has {tokens} tokens and max_length={limits['max_length']} counts them; set max_new_tokens"
+        )
+
+
+def _check_positions(positions: torch.Tensor | None, pads: list[int]) -> None:
+    """Raise ValueError for positions [rows, tokens] other than 0, 1, ... after the padding; gathering renews them."""
+    if positions is None:
+        return
+    for row, pad in zip(positions.expand(len(pads), -1), pads, strict=True):
+        if row[pad:].tolist() != [*range(len(row) - pad)]:
+            raise ValueError("gathered tokens of a long prompt get new positions; leave position_ids out")
+
+
+def _remaining_limits(limits: dict[str, Any], dropped: int, seconds: float) -> dict[str, Any]:
+    """Limits of a generation after `dropped` tokens of its prompt and some time; what callers set counts them too."""
+    remaining = {}
+    for name, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        if limits[name] and limits[new_tokens] is None:
+            remaining[name] = max(limits[name] - dropped, 0)
+    if limits["max_time"] is not None:
+        remaining["max_time"] = limits["max_time"] - seconds
+    return remaining
+
+
 def _gathered_arguments(
-    kwargs: dict, generation_config: Any, prompt: dict[str, torch.Tensor], pads: list[int], places: list[torch.Tensor]
+    kwargs: dict, prompt: dict[str, torch.Tensor], pads: list[int], places: list[torch.Tensor]
 ) -> dict:
     """The arguments of `generate` with the gathered rows, padded on the left, in place of the prompt's."""
     width = max(map(len, places))
@@ -247,10 +291,6 @@ def _gathered_arguments(
         kwargs[name] = states.new_zeros(len(states), width, *states.shape[2:])
         for gathered_row, row, row_places in zip(kwargs[name], _without_padding(states, pads), places, strict=True):
             gathered_row[width - len(row_places) :] = row[row_places]
-    for name in ("max_length", "min_length"):  # the caller counts the whole prompt
-        length_limit = getattr(generation_config, name, None) if name not in kwargs else kwargs[name]
-        if length_limit:
-            kwargs[name] = max(length_limit - (inputs.shape[1] - width), 0)
     return kwargs
 
 

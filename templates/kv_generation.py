@@ -2,14 +2,16 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 
+from .kv_adapters import check_adapters
 from .kv_attention import NAME
-from .kv_cache import CACHE, KVSurgeryCache
+from .kv_cache import CACHE, HandingCache, KVSurgeryCache
 from .kv_graph import DecodeGraph
 from .kv_heads import selecting_heads
 from .kv_layout import KVLayout, Quantization
@@ -34,6 +36,11 @@ class KVSurgeryModel:
                 decoder_layer.linear_attn.register_forward_pre_hook(mask_padding, with_kwargs=True)
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "peft_config":  # peft has put adapters into the model
+            check_adapters(self, value)
+        super().__setattr__(name, value)
 
     def get_decoder(self) -> Any:
         decoder = super().get_decoder()
@@ -95,6 +102,32 @@ class KVSurgeryGeneration(KVSurgeryModel):
             # drafts from the prompt may be longer than what is left to generate
             cache.reserve(max_cache_length + 1 + (generation_config.prompt_lookup_num_tokens or 0))
 
+    def init_continuous_batching(self, *args, **kwargs) -> Any:
+        raise ValueError(
+            "continuous batching has a paged cache of its own, in which every head keeps every token; call generate() "
+            "with a batch padded on the left, serve this checkpoint with vLLM, or load it without trust_remote_code"
+        )
+
+    generate_batch = init_continuous_batching  # before it prepares anything
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, *args, inputs_embeds: torch.Tensor | None = None, **kwargs
+    ) -> dict:
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        cache = kwargs.get(CACHE)
+        if isinstance(cache, KVSurgeryCache) and inputs.get(CACHE) is None:
+            # where RoPE changes with the length (longrope), stock code drops it, to compute all tokens anew; version
+            # 5.17 passes the newest alone
+            kwargs |= {CACHE: None} | ({"next_sequence_length": None} if "next_sequence_length" in kwargs else {})
+            inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+            cache.restart()
+            inputs[CACHE] = cache
+        return inputs
+
+    def _sample(self, *args, **kwargs) -> Any:
+        with past_recording_restored(kwargs.get(CACHE)):  # stock code leaves it on where it checks for the end late
+            return super()._sample(*args, **kwargs)
+
     def _assisted_decoding(self, input_ids: torch.Tensor, *args, **kwargs) -> Any:
         cache = kwargs.get(CACHE)
         if cache is None:  # stock code says what is missing
@@ -106,15 +139,24 @@ class KVSurgeryGeneration(KVSurgeryModel):
         repeated_tokens = cache.get_seq_length() - (columns - input_ids.shape[1])
         if repeated_tokens >= input_ids.shape[1]:
             raise ValueError("the cache holds all tokens of the input already; pass at least one that is new")
-        if not hasattr(self, "_get_initial_cache_position"):  # by which transformers 4 leaves these out itself
-            cache.repeated = repeated_tokens
-        cache.activate_past_recording()
-        cache.confirm(columns)  # the first forward holds what is new of these, and candidates
-        try:
+        with past_recording_restored(cache):
+            if not hasattr(self, "_get_initial_cache_position"):  # by which transformers 4 leaves these out itself
+                cache.repeated = repeated_tokens
+            cache.activate_past_recording()
+            cache.confirm(columns)  # the first forward holds what is new of these, and candidates
             return super()._assisted_decoding(input_ids, *args, **kwargs)
-        finally:
+
+
+@contextmanager
+def past_recording_restored(cache: KVSurgeryCache | None) -> Generator[None]:
+    """Let a cache record its past after a generation, however it ends, only if it did so before."""
+    recorded = cache is not None and cache.columns.record_past
+    try:
+        yield
+    finally:
+        if cache is not None:
             cache.repeated = 0
-            cache.columns.record_past = False  # what is generated next need not be kept for taking back
+            cache.columns.record_past = recorded
 
 
 def leave_out(bound: inspect.BoundArguments, tokens: int) -> None:
@@ -131,15 +173,19 @@ def with_kv_cache(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def wrapper(self, *args, **kwargs):
-        if "past_key_values" in kwargs:  # which stays a name of it
-            kwargs[CACHE] = kwargs.pop("past_key_values")
+        for name in ("past_key_values", "cache"):  # which all versions take here
+            if name in kwargs:
+                kwargs[CACHE] = kwargs.pop(name)
         bound = signature.bind_partial(self, *args, **kwargs)
         if isinstance(cache := bound.arguments.get(CACHE), KVSurgeryCache) and cache.repeated:
             leave_out(bound, cache.repeated)
             cache.repeated = 0
         arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         mask, cache, use_cache = (arguments.get(name) for name in ("attention_mask", CACHE, "use_cache"))
-        config = self.get_decoder().config
+        decoder = self.get_decoder()
+        config = decoder.config
+        for module in (self, decoder):  # peft tells a model of its first adapter only
+            check_adapters(self, vars(module).get("peft_config", {}))
         inputs = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
         if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
             raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
@@ -187,6 +233,8 @@ def with_kv_cache(forward: Callable) -> Callable:
 def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> None:
     """Tell the cache of a forward of the inner model alone, as the first stages of a pipeline run it."""
     cache, inputs = options.get(CACHE, options.get("past_key_values")), options.get("inputs_embeds")
+    if cache is not None and not isinstance(cache, HandingCache):
+        check_cache(cache)
     if isinstance(cache, KVSurgeryCache) and not cache.announced:
         inputs = inputs if inputs is not None else options["input_ids"] if "input_ids" in options else args[0]
         cache.begin(options.get("attention_mask"), *inputs.shape[:2])
@@ -195,7 +243,7 @@ def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> None:
 def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Mask single tokens of linear attention that are padding: stock code takes a single token for a generated one."""
     cache, states = options[CACHE if CACHE in options else "cache_params"], options["hidden_states"]
-    if cache is None or states.shape[1] > 1 or not cache.columns.padding_open:
+    if not isinstance(cache, KVSurgeryCache) or states.shape[1] > 1 or not cache.columns.padding_open:
         return None
     is_token = [[pad < cache.columns.expected] for pad in cache.columns.pads]
     return args, {**options, "attention_mask": torch.tensor(is_token, device=states.device)}
@@ -271,10 +319,12 @@ def requested_quantization(cache_config: dict, config: Any) -> Quantization:
 
 def check_cache(cache: Any) -> None:
     """Raise TypeError for a cache of another class."""
-    if not isinstance(cache, KVSurgeryCache):
-        raise TypeError(
-            f"this checkpoint runs with a KVSurgeryCache, got {type(cache).__name__}; leave past_key_values out"
-        )
+    if isinstance(cache, KVSurgeryCache):
+        return
+    name, advice = type(cache).__name__, "leave past_key_values out, and prefix tuning, which passes one"
+    if name == KVSurgeryCache.__name__:
+        name, advice = f"that of {type(cache).__module__}", "give it to a model of the folder that filled it"
+    raise TypeError(f"this checkpoint runs with a KVSurgeryCache of its own, got {name}; {advice}")
 
 
 def check_causal(config: Any, mm_token_type_ids: torch.Tensor | None) -> None:

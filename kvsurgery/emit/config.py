@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -59,7 +60,7 @@ def converted_config(config: Mapping[str, Any], policy: Policy, dtype: str | Non
     section = layout_section(policy.layout)
     layers = section.pop("layers")
     reform = {"reform": asdict(policy.reform)} if policy.reform else {}
-    result["kv_surgery"] = {**section, **reform, "layers": layers}
+    result["kv_surgery"] = {**section, **_order(policy), **reform, "layers": layers}
     return result
 
 
@@ -70,6 +71,13 @@ def _name_dtype(config: dict[str, Any], text: dict[str, Any], dtype: str) -> Non
     for key in KEYS:
         if text is not config and text.get(key) is not None:
             text[key] = dtype
+
+
+def _order(policy: Policy) -> dict[str, str]:
+    """A hash of the order of all heads, by which adapters are known; nothing where it is the source's."""
+    if not policy.moves_heads:
+        return {}
+    return {"order": hashlib.sha256(json.dumps(policy.orders).encode()).hexdigest()[:16]}
 
 
 def hub_code_keys(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -65,6 +65,11 @@ class Policy:
         """Per layer, the source KV head at each place; query heads follow those that they attend to."""
         return tuple(layer.order for layer in self.layout.attended)
 
+    @property
+    def moves_heads(self) -> bool:
+        """Whether a head gets another place than in the source."""
+        return any(order != tuple(range(len(order))) for order in self.orders)
+
     @cached_property
     def hash(self) -> str:
         """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select, the cache is quantized and long

@@ -1,12 +1,16 @@
 """`generate` over prompts beyond the recompute budget: which tokens are kept, and that everything else is as ever."""
 
+import copy
+import time
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.utils import logging
 
+from kvsurgery.templates.kv_encode import Encoder
 from kvsurgery.templates.kv_gather import gather, question_start, similarity
 from kvsurgery.templates.kv_reform import Reform
 from tests.helpers.emitted import emitted
@@ -151,6 +155,45 @@ def test_options_of_generate_mean_what_they_do(model):
     assert first[:, :70].equal(ids.expand(3, -1))
 
 
+@pytest.fixture
+def configured(model, monkeypatch):
+    """The model with settings as its generation_config.json may have them."""
+
+    def configure(**settings):
+        config = copy.deepcopy(model.generation_config)
+        config.update(**settings)
+        monkeypatch.setattr(model, "generation_config", config)
+        return model
+
+    return configure
+
+
+def test_lengths_count_the_whole_prompt_wherever_they_are_set(model, configured):
+    ids, options = tokens(1, 70), {name: value for name, value in GREEDY.items() if name != "max_new_tokens"}
+    whole = model.generate(ids, **GREEDY | {"max_new_tokens": 20})
+    assert configured(max_length=78).generate(ids, **options).equal(whole[:, :78])
+    assert model.generate(ids, GenerationConfig(**options)).equal(whole[:, :78])
+    assert model.generate(ids, **options, max_length=81).equal(whole[:, :81])
+    assert model.generate(ids, GenerationConfig(max_length=80, **options)).equal(whole[:, :80])
+    assert model.generate(ids, **GREEDY).equal(whole[:, :76])  # max_new_tokens takes precedence
+    ends = GREEDY | {"max_new_tokens": 20, "eos_token_id": int(whole[0, 70])}
+    assert model.generate(ids, **ends).shape[1] == 71
+    assert model.generate(ids, **ends, min_length=78).shape[1] >= 78
+    assert configured(min_length=78).generate(ids, **ends).shape[1] >= 78
+    assert configured().generate(ids, **ends, min_new_tokens=4).shape[1] >= 74
+
+
+def test_time_counts_from_the_beginning_of_the_prompt(configured, monkeypatch):
+    model, read = configured(max_time=60.0), Encoder.read
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    clock = [0.0]
+    assert model.generate(tokens(1, 70), **GREEDY).shape[1] == 76
+    monkeypatch.setattr(
+        Encoder, "read", lambda *args, **inputs: clock.append(clock.pop() + 61) or read(*args, **inputs)
+    )
+    assert model.generate(tokens(1, 70), **GREEDY).shape[1] == 71
+
+
 def test_a_streamer_sees_the_whole_prompt(model):
     class Seen(list):
         def put(self, value):
@@ -200,13 +243,17 @@ def test_progress_is_told(model):
         ({"recompute_budget": 5}, "it holds the first and last 3 tokens and more"),
         ({"query_length": 30}, "recompute_budget 20 is less than the 33 tokens that are always kept"),
         ({"token_scores": torch.zeros(1, 9)}, r"token_scores are \[1, 9\], the prompt is \[1, 70\]"),
+        ({"max_new_tokens": None, "max_length": 70}, "prompt has 70 tokens and max_length=70 counts them"),
+        ({"position_ids": torch.arange(70)[None] % 40}, "leave position_ids out"),
+        ({"token_healing": True}, "token_healing"),
+        ({"past_key_values": DynamicCache()}, "leave past_key_values out"),
         ({"attention_mask": torch.ones(1, 70).index_fill(1, torch.tensor([9]), 0)}, "holes"),
         ({"attention_mask": torch.ones(1, 70).index_fill(1, torch.tensor([69]), 0)}, "padded on the right"),
     ],
 )
 def test_what_contradicts_the_prompt_is_refused(model, options, words):
-    with pytest.raises(ValueError, match=words):
-        model.generate(tokens(1, 70), **GREEDY, **options)
+    with pytest.raises((TypeError, ValueError), match=words):
+        model.generate(tokens(1, 70), **GREEDY | options)
 
 
 def test_another_turn_is_gathered_anew(model):
