@@ -145,6 +145,14 @@ class TestRefusals:
         with pytest.raises(ProfileError, match=r"different models, \./model and org/model; .*`base_model` NAME"):
             merge([kv(np.eye(2)), kv(np.eye(2), base_model="./model")])
 
+    def test_weights_of_one_name(self):
+        one, other = (kv(np.eye(2), base_model="model", fingerprint=weights) for weights in ("ab", "cd"))
+        with pytest.raises(ProfileError, match=r"different weights, which are all called model; .*`base_model` NAME"):
+            merge([one, other])
+        assert merge([one, one]).fingerprint == "ab"
+        assert merge([one, kv(np.eye(2), base_model="model")]).fingerprint == "ab"
+        assert merge([one, other], base_model="org/model").fingerprint is None
+
     def test_other_dimensions(self):
         other = kv(np.eye(2), base_model="org/wide", model=ModelDimensions(2, 4, 2, 16))
         with pytest.raises(ProfileError, match=r"are different models \(head_dim (8 and 16|16 and 8)\)"):
