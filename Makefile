@@ -1,5 +1,13 @@
-# Two commands do everything: `make demo` and `make test`. Each makes its own virtual environment.
-PYTHON ?= python3.11
+# Two commands do everything: `make demo` and `make test`. Each makes its own virtual environment, with the first Python that
+# has what it takes: commands of pyenv may only say that no version is chosen, and Debian's Python may lack ensurepip.
+PYTHON ?= $(eval PYTHON := $(call suitable,$(PYTHONS)))$(PYTHON)
+PYTHONS = python3.11 python3.12 python3.13 python3.14 python3
+SUITABLE = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+suitable = $(shell for name in $1; do { $$name -I -c '$(SUITABLE)' && echo $$name && break; } 2> /dev/null; done)
+version = $(shell { $1 -V; } 2> /dev/null)
+NO_PYTHON = no Python 3.11 to 3.14 with venv among: $(or $(PYTHON),$(PYTHONS)). Install one (on Debian and Ubuntu: \
+apt install python3-venv), or name it: make PYTHON=/path/to/python
+
 WORKERS ?= auto
 MATRIX ?= 4.57.6 5.17.0
 PYTEST = -m pytest -q $(PARALLEL) --durations=15
@@ -97,7 +105,7 @@ test-vllm-load: .venv-vllm/ready
 test-wheel: .venv/ready
 	rm -rf dist .venv-wheel
 	.venv/bin/python -m build --wheel --outdir dist .
-	$(PYTHON) -m venv .venv-wheel
+	.venv/bin/python -m venv .venv-wheel
 	.venv-wheel/bin/pip install -q -c constraints.txt dist/*.whl
 	.venv-wheel/bin/python tests/wheel.py
 
@@ -114,9 +122,20 @@ format: .venv/ready
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
+# an environment of another Python than the one that is asked for is made anew
+ifneq ($(origin PYTHON),file)
+ifneq ($(call version,.venv/bin/python),$(call version,$(PYTHON)))
+.PHONY: .venv/ready
+endif
+endif
+
 .venv/ready: pyproject.toml constraints.txt
+	$(if $(call suitable,$(PYTHON)),,$(error $(NO_PYTHON)))
+	@echo "Creating .venv with $(PYTHON): torch, transformers and the tools for the tests. This takes 2 to 6 minutes and"
+	@echo "1.5 GB, or 6 GB where pip takes torch with CUDA. At the end, pip says nothing for a while."
+	$(if $(filter-out $(call version,.venv/bin/python),$(call version,$(PYTHON))),rm -rf .venv)
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q -c constraints.txt -e '.[dev]'
+	.venv/bin/pip install $$(test -t 2 || echo -q) -c constraints.txt -e '.[dev]'
 	.venv/bin/python -c 'import torch._dynamo; from transformers import AutoModelForCausalLM, LlamaForCausalLM'
 	touch $@
 
