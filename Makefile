@@ -139,8 +139,9 @@ endif
 
 .venv/ready: pyproject.toml constraints.txt
 	$(if $(call suitable,$(PYTHON)),,$(error $(NO_PYTHON)))
-	@echo "Creating .venv with $(PYTHON): torch, transformers and the tools for the tests. This takes 2 to 6 minutes,"
-	@echo "and 1.2 GB of disk, or 5.5 GB where pip takes torch with CUDA. At its end, pip is silent for a minute or two."
+	@echo "Creating .venv with $(PYTHON): torch, transformers, tools for the tests."
+	@echo "This takes 2 to 6 minutes and 1.2 GB of disk, or 5.5 GB where pip takes torch"
+	@echo "with CUDA. At its end, pip is silent for a minute or two."
 	@$(if $(filter-out $(call version,.venv/bin/python),$(call version,$(PYTHON))),rm -rf .venv)
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install $$(test -t 2 || echo -q) -c constraints.txt -e '.[dev]'
