@@ -1,5 +1,13 @@
-# Two commands do everything: `make demo` and `make test`. Each makes its own virtual environment.
-PYTHON ?= python3.11
+# Two commands do everything: `make demo` and `make test`. Each makes its own virtual environment, with the first Python that
+# has what it takes: commands of pyenv may only say that no version is chosen, and Debian's Python may lack ensurepip.
+PYTHON ?= $(eval PYTHON := $(call suitable,$(PYTHONS)))$(PYTHON)
+PYTHONS = python3.11 python3.12 python3.13 python3.14 python3
+SUITABLE = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+suitable = $(shell for name in $1; do { $$name -I -c '$(SUITABLE)' && echo $$name && break; } 2> /dev/null; done)
+version = $(shell { $1 -V; } 2> /dev/null)
+NO_PYTHON = no Python 3.11 to 3.14 with venv among: $(or $(PYTHON),$(PYTHONS)). Install one (on Debian and Ubuntu: \
+apt install python3-venv), or name it: make PYTHON=/path/to/python
+
 WORKERS ?= auto
 MATRIX ?= 4.57.6 5.17.0
 PYTEST = -m pytest -q $(PARALLEL) --durations=15
@@ -12,11 +20,19 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo real real-short real-rows test test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-vllm-load test-wheel coverage lint format environments clean
+.PHONY: demo real real-short real-rows test test-demo test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-vllm-load test-wheel coverage lint format environments clean
 
 demo: .venv/ready
 	rm -rf demo
 	.venv/bin/python examples/demo.py demo
+
+# the demo as a new user runs it, in a clone, with a Python of its own: make test-demo DEMO_PYTHON=python3.13
+DEMO_PYTHON ?= $(PYTHON)
+test-demo:
+	rm -rf .clone
+	git clone -q . .clone
+	$(MAKE) -C .clone demo PYTHON=$(DEMO_PYTHON)
+	rm -rf .clone
 
 # the main commands on a real language model, which is downloaded once (93 MB)
 real: .venv/ready
@@ -97,7 +113,7 @@ test-vllm-load: .venv-vllm/ready
 test-wheel: .venv/ready
 	rm -rf dist .venv-wheel
 	.venv/bin/python -m build --wheel --outdir dist .
-	$(PYTHON) -m venv .venv-wheel
+	.venv/bin/python -m venv .venv-wheel
 	.venv-wheel/bin/pip install -q -c constraints.txt dist/*.whl
 	.venv-wheel/bin/python tests/wheel.py
 
@@ -114,9 +130,21 @@ format: .venv/ready
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
+# an environment of another Python than the one that is asked for is made anew
+ifneq ($(origin PYTHON),file)
+ifneq ($(call version,.venv/bin/python),$(call version,$(PYTHON)))
+.PHONY: .venv/ready
+endif
+endif
+
 .venv/ready: pyproject.toml constraints.txt
+	$(if $(call suitable,$(PYTHON)),,$(error $(NO_PYTHON)))
+	@echo "Creating .venv with $(PYTHON): torch, transformers, tools for the tests."
+	@echo "This takes 2 to 6 minutes and 1.2 GB of disk, or 5.5 GB where pip takes torch"
+	@echo "with CUDA. At its end, pip is silent for a minute or two."
+	@$(if $(filter-out $(call version,.venv/bin/python),$(call version,$(PYTHON))),rm -rf .venv)
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q -c constraints.txt -e '.[dev]'
+	.venv/bin/pip install $$(test -t 2 || echo -q) -c constraints.txt -e '.[dev]'
 	.venv/bin/python -c 'import torch._dynamo; from transformers import AutoModelForCausalLM, LlamaForCausalLM'
 	touch $@
 
@@ -156,4 +184,4 @@ VLLM = tests/vllm/distribution
 environments: .venv-extras/ready $(MATRIX:%=.venv-%/ready) .venv-triton-3.6.0/ready .venv-triton-newest/ready
 
 clean:
-	rm -rf .venv .venv-* demo dist real examples/gemma3/model* examples/qwen2.5-coder-1.5b/model* examples/smollm2/model*
+	rm -rf .venv .venv-* .clone demo dist real examples/gemma3/model* examples/qwen2.5-coder-1.5b/model* examples/smollm2/model*

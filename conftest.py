@@ -18,6 +18,7 @@ for name in [*os.environ]:
         del os.environ[name]
 # nothing listens at this port, so a test that asks the Hub by mistake fails at once
 os.environ |= {"COLUMNS": "80", "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+os.environ["MATPLOTLIBRC"] = os.devnull  # pictures look the same whatever the home folder's settings say
 
 os.fsync = lambda descriptor: None  # nothing here has to survive a power failure, so nothing waits for the disk
 

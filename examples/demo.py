@@ -9,6 +9,7 @@ retrieval heads, so a conversion that streams the wrong heads loses it.
 from __future__ import annotations
 
 import hashlib
+import shlex
 import sys
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile
 
 HERE = Path(__file__).resolve().parent / "tiny-recall"
+if HERE.is_relative_to(Path.cwd()):  # then the commands are shown as one would type them
+    HERE = HERE.relative_to(Path.cwd())
 sys.path.insert(0, str(HERE))
 import task  # noqa: E402  (lies beside the model)
 
@@ -32,7 +35,7 @@ SIZES = ("--sink", "4", "--recent", "32")
 def run(*arguments: str | Path) -> None:
     """Run a kvsurgery command, showing it first, in this process: each of its own would import torch again."""
     words = [str(argument) for argument in arguments]
-    console.stdout.print(f"\n[bold]$ kvsurgery {' '.join(words)}[/bold]")
+    console.stdout.print(f"\n$ {shlex.join(['kvsurgery', *words])}", style="bold")
     cli(words, standalone_mode=False)
 
 
@@ -86,6 +89,9 @@ def main() -> None:
         *("--kv-bits", "4"),
     )
 
+    console.stdout.print(
+        f"\nAsking five checkpoints {QUERIES} questions each; this takes about a minute.", style="bold"
+    )
     questions = task.prompts(seed=1234, count=QUERIES, length=LENGTH)
     rows = [
         measure("original", source, questions),

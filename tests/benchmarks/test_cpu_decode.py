@@ -57,15 +57,11 @@ def test_the_documented_figures_are_the_committed_results() -> None:
     slowest = min(row["x_stock"] for row in short if row["tokens"] == 512 and row["bits"] < 16)
     assert f"a quantized cache is up to {1 / slowest - 1:.0%} slower than stock" in " ".join(page.split())
     at = {(row["sparsity"], row["bits"]): row for row in rows if (row["tokens"], row["batch"]) == (16384, 1)}
-    half, said = at["0.50", 16], " ".join((ROOT / "README.md").read_text().split())
-    own, stock = (f"{half[name]:.1f} times as fast as" for name in ("x_own_dense", "x_stock"))
-    assert f"half of the heads streaming, is {own} our own code with every head full, and {stock} stock" in said
     ms = {(row["tokens"], row["batch"], row["sparsity"], row["bits"]): row["ms"] for row in rows + short}
     longer = {
         width: [ms[*case, width] / ms[*case, 16] for *case, bits in ms if bits == width] for width in (8, 4, 3, 2)
     }
     ends = f"{min(longer[4]):.2f} to {max(longer[4]):.2f} times as long as"
-    assert f"with 4 bits, a token takes {ends} with 16" in said
     page = " ".join(page.split())
     assert f"4 bits take {ends} 16 bits, and 3 bits up to {max(longer[3]):.2f} times" in page
     at_16k = {bits: at["0.00", bits]["ms"] / at["0.00", 16]["ms"] for bits in (8, 4, 3, 2)}

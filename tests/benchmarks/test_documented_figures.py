@@ -1,4 +1,4 @@
-"""Figures of the README and of docs/ outside of a benchmark's own table are those of the committed results."""
+"""Figures of docs/ outside of a benchmark's own table are those of the committed results."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
 
-import cache_quality
-import heads_report
 import recurrent_report
 import report
 
 ROOT = Path(__file__).resolve().parents[2]
-README, PAGE = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results.md").read_text()
+PAGE = (ROOT / "docs" / "results.md").read_text()
 PEERS = json.loads((ROOT / "benchmarks" / "peers" / "results.json").read_text())
 
 
@@ -88,31 +85,6 @@ def test_long_prompts_of_the_bundled_model() -> None:
         f"{max(held for held, _ in [results['held_bytes'][recurrent_report.OURS]]) / 2**20:.2f} MiB in host memory"
         in said
     )
-
-
-def test_the_readme_says_what_half_of_the_heads_keep() -> None:
-    every = heads_report.rows(found("which-heads"), "16+64")
-    rows = {row.heads: row.scores for row in every if row.share in (None, 50)}
-    chosen = [rows[name] for name in ("gates", "attention", "er")]
-    recalls, rises = ([f(row) for row in chosen] for f in (lambda row: row.recall.mean, lambda row: row.ratio.mean - 1))
-    said = sentences(README)
-    assert f"recalls {100 * min(recalls):.0f} to {max(recalls):.0%} of facts in 512 tokens" in said
-    original, random = rows["original"], rows["random"]
-    assert f"original recalls {original.recall.mean:.0%}" in said
-    assert f"and a random half of the heads {random.recall.mean:.0%}" in said
-    rise = f"Perplexity rises by {100 * min(rises):.0f} to {max(rises):.0%}"
-    assert f"{rise}, or {random.ratio.mean - 1:.0%} for the random half" in said
-
-
-def test_the_readme_says_what_two_bits_lose() -> None:
-    windows = found("cache-quality")["windows"]
-    default, measured, earlier = (
-        f"{float(cache_quality.figures(windows, f'kivi 2 {step}')[0]):.3f}"
-        for step in ("+ clipped ranges", "+ both", "0.1.0")
-    )
-    said = sentences(README)
-    assert f"a KL divergence of {default} nats on SmolLM2, and {measured} if keys are rotated too" in said
-    assert f"With the scheme of version 0.1.0 it was {earlier}" in said
 
 
 def test_recipes_say_what_small_budgets_hold() -> None:

@@ -104,7 +104,7 @@ def test_the_page_says_what_half_of_the_heads_lose() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
     trained = sorted(less(long, name, ruler).mean for name in ("gates", "gates of longer prompts", STEPS_400))
     lost = f"three trainings of gates lose {trained[0]:.0f} to {trained[-1]:.0f} points"
-    assert f"On RULER there, the original has {original[ruler]:.0%}, and {lost} " in readme
+    assert f"On RULER in 4,096 tokens, the original has {original[ruler]:.0%}, and {lost} " in readme
 
     more_steps, steps = (long[f"{name}, 50% full, 64+256"][ruler] for name in (STEPS_400, "gates of longer prompts"))
     fewer = benchmark.difference(more_steps, steps)[1]

@@ -47,7 +47,6 @@ OF_OTHERS = OF_LM_EVAL | OF_VLLM | OF_SCRIPTS
 RUNNING = [page for page in PAGES if blocks(page, "console")]
 INTERACTIVE = [page for page in PAGES if blocks(page, "pycon")]
 SHOWN = doctest.ELLIPSIS | doctest.REPORT_NDIFF  # how output may differ, and how a difference is shown
-README_LINES = 160
 
 
 def option_names(group: click.Group) -> set[str]:
@@ -80,10 +79,6 @@ def parse(words: list[str]) -> None:
 def comparable(text: str) -> str:
     """Output without trailing spaces and empty lines, which pages leave out."""
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines() if line.strip())
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
 def test_the_index_has_every_page() -> None:

@@ -1,4 +1,4 @@
-"""What the demo prints is what the tour shows."""
+"""What the demo prints: commands as one types them, and at the end the table that the README and the tour show."""
 
 import subprocess
 import sys
@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks
+from tests.docs.pages import ROOT, blocks, session
+from tests.docs.test_documentation import check
 
 
 @pytest.mark.slow
-def test_the_demo_ends_with_the_table_of_the_tour(tmp_path: Path) -> None:
+def test_the_demo_shows_its_commands_and_ends_with_the_documented_table(tmp_path: Path) -> None:
     [shown] = blocks("docs/tour.md", "text")
+    assert blocks("README.md", "text") == [shown]
     table = [line.rstrip() for line in shown.splitlines()]
-    run = [sys.executable, ROOT / "examples/demo.py", "demo"]
-    printed = subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    run = [sys.executable, "examples/demo.py", tmp_path / "demo"]
+    printed = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert [line.rstrip() for line in printed.rstrip().splitlines()[-len(table) :]] == table
+    commands = session(printed)
+    assert len(commands) == 7
+    for command in commands:
+        check(command)
+    assert commands[0].line == "kvsurgery profile show examples/tiny-recall/profile.safetensors"
