@@ -33,4 +33,4 @@ def _kept_tokens(folder: Path) -> Iterator[int]:
     layers = KVLayout.from_config(config).layers if "kv_surgery" in config else ()
     for layer in layers:
         if not layer.native:
-            yield max(layer.sink + layer.recent, *layer.budgets)
+            yield max((layer.sink + layer.recent, *layer.budgets))

@@ -32,7 +32,7 @@ def choose(processes: Processes, folder: Path, sizes: list[int]) -> list[Any]:
         measured = mesh.load(str(MODEL), sharded=False)
         haystack = Haystack.read(str(folder / "text.txt"), measured.text, 1000)
         found.append(choose_needles(measured, haystack, "headkv-er", Trials((120,)), mesh=mesh))
-        needle = replace(tasks(folder, (96,))["needle"], needles=AUTO)
+        needle = replace(tasks(folder, (96,))["needle"], needles=AUTO, count=None)
         out, notes = folder / f"report-{processes.world}-{tp}", []
         for _ in range(2):
             options = Options(limit=1, tp=tp)

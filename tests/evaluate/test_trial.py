@@ -21,7 +21,7 @@ BATCH = Options(batch=4)
 
 @pytest.fixture
 def task(language):
-    return {"needle": replace(tasks(language)["needle"], needles=AUTO)}
+    return {"needle": replace(tasks(language)["needle"], needles=AUTO, count=None)}
 
 
 @pytest.fixture
