@@ -28,11 +28,14 @@ demo: .venv/ready
 
 # the demo as a new user runs it, in a clone, with a Python of its own: make test-demo DEMO_PYTHON=python3.13
 DEMO_PYTHON ?= $(PYTHON)
-test-demo:
-	rm -rf .clone
-	git clone -q . .clone
+test-demo: .clone/.venv/ready
 	$(MAKE) -C .clone demo PYTHON=$(DEMO_PYTHON)
 	rm -rf .clone
+
+.clone/.venv/ready:
+	rm -rf .clone
+	git clone -q . .clone
+	$(MAKE) -C .clone .venv/ready PYTHON=$(DEMO_PYTHON)
 
 # the main commands on a real language model, which is downloaded once (93 MB)
 real: .venv/ready
