@@ -19,7 +19,7 @@ from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_files import SideFiles, file_hash, side_files
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.engine import JOBS
-from kvsurgery.conversion.output import Output, reserved
+from kvsurgery.conversion.output import Output, reserved, writing
 from kvsurgery.conversion.plan import SurgeryPlan
 from kvsurgery.errors import CheckpointError, OutputError, SourceChanged
 from kvsurgery.version import __version__
@@ -88,7 +88,8 @@ def convert(
     size = checkpoint.size + sum(len(content) for content in [*files.values(), *sides.originals.values()])
     size += sum(file_status(checkpoint.folder / name).st_size for name in sides.copied)
     with reserved(out, checkpoint.folder):
-        earlier = _earlier(out, checkpoint, provenance)
+        with writing(out):
+            earlier = _earlier(out, checkpoint, provenance)
         if earlier is not None and _equal(earlier, replace(provenance, tensors=earlier.tensors)):
             return replace(report, already_done=True, seconds=time.monotonic() - start)
         finished = None if earlier is None else _tensors_by_shard(checkpoint, earlier)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.files import reading
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.emit.card import model_card
 from kvsurgery.emit.config import converted_config, converted_generation_config, to_json
@@ -19,12 +20,14 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile |
     """
     config, family = converted_config(checkpoint.config, policy), Family.of(checkpoint.config)
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
-    original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    with reading(readme):
+        original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     files = code_files(family, Needs.of(policy))
     card = model_card(checkpoint.name, config, profile, policy, files, original_card, family.replicated)
     files["README.md"] = card.encode(errors="replace")
     if generation.is_file():
-        original_generation = generation.read_bytes()
+        with reading(generation):
+            original_generation = generation.read_bytes()
         converted_generation = converted_generation_config(original_generation)
         if converted_generation != original_generation:
             files["generation_config.json"] = converted_generation
