@@ -79,6 +79,6 @@ def check_link(folder: Path, name: str) -> None:
     if any(target.parent == above.parent / "blobs" for above in root.parents if above.name == "snapshots"):
         return
     raise CheckpointError(
-        f"{path} is a link to {target}, outside of {folder}; put a copy in its place, or give the folder that has the "
-        "files themselves"
+        f"{path} is a link to {target}, outside of {folder}; remove it, put a copy in its place, or give the "
+        "folder that has the files themselves"
     )

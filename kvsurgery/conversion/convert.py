@@ -21,7 +21,7 @@ from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.checkpoint.side_files import SideFiles, file_hash, side_files
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.engine import JOBS
-from kvsurgery.conversion.output import Output, reserved
+from kvsurgery.conversion.output import Output, reserved, writing
 from kvsurgery.conversion.plan import SurgeryPlan
 from kvsurgery.conversion.replacing import remove_conversion
 from kvsurgery.errors import CheckpointError, OutputError, SourceChanged
@@ -95,7 +95,8 @@ def convert(
     with reserved(out, checkpoint.folder):
         fingerprint = _fingerprint(checkpoint, provenance)
         try:
-            earlier = _earlier(out, checkpoint, provenance)
+            with writing(out):
+                earlier = _earlier(out, checkpoint, provenance)
         except (OutputError, CheckpointError):
             if not overwrite:
                 raise

@@ -180,8 +180,9 @@ class Output:
     def discard(self, names: Iterable[str]) -> None:
         """Remove what this run and those before it wrote of the named files, and the folders made for them."""
         paths = [self.folder / name for name in names]
-        for path in [*paths, *map(_part, paths), self._journal.path]:
-            path.unlink(missing_ok=True)
+        with writing(self.folder):
+            for path in [*paths, *map(_part, paths), self._journal.path]:
+                path.unlink(missing_ok=True)
         folders = {folder for path in paths for folder in path.parents if self.folder in folder.parents}
         for folder in sorted(folders, reverse=True):
             with suppress(OSError):
@@ -230,7 +231,7 @@ def _locked(folder: Path) -> int:
 
 @contextmanager
 def writing(folder: Path) -> Generator[None]:
-    """Inside, an output folder is prepared.
+    """Inside, an output folder is looked at or changed.
 
     Raises:
         OutputError: the system does not allow it.

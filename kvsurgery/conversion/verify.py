@@ -11,6 +11,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.files import reading
 from kvsurgery.checkpoint.headers import changed_headers
 from kvsurgery.checkpoint.model_code import saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
@@ -81,13 +82,15 @@ def verify(
     _check_tensors(converted, jobs, progress)
     if original is not None:
         check_source_tensors(converted, original, jobs, progress)
+    with reading(folder):
+        code = {name: (folder / name).read_bytes() for name in provenance.emitted if name.endswith(".py")}
     return VerifyReport(
         provenance,
         converted.size,
         len(converted.moves),
         len(checked_hashes),
         unrecorded,
-        code_hashes({name: (folder / name).read_bytes() for name in recorded_files if name.endswith(".py")}),
+        code_hashes(code),
         time.monotonic() - start,
     )
 

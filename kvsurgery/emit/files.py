@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvsurgery.checkpoint.dtype import loading_dtype
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.files import reading
 from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.emit.card import model_card
@@ -23,7 +24,8 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile |
     family = Family.of(checkpoint.config)
     config = converted_config(checkpoint.config, policy, loading_dtype(checkpoint.config, checkpoint.shards))
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
-    original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    with reading(readme):
+        original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     files, side_code = code_files(family, Needs.of(policy)), SideCode.of(checkpoint.folder)
     for name in side_code.files.keys() & files.keys():
         raise CheckpointError(
@@ -33,7 +35,8 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile |
     card = model_card(checkpoint.name, config, profile, policy, files, original_card, family.replicated, side_code)
     files["README.md"] = card.encode(errors="replace")
     if generation.is_file():
-        original_generation = generation.read_bytes()
+        with reading(generation):
+            original_generation = generation.read_bytes()
         converted_generation = converted_generation_config(original_generation)
         if converted_generation != original_generation:
             files["generation_config.json"] = converted_generation

@@ -126,7 +126,8 @@ def write_bytes_whole(path: Path, content: bytes, label: str) -> None:
     Raises:
         OutputError: `label` cannot be written.
     """
-    part = path.with_name(path.name + ".part")
+    # of this process alone: another one may write the same file
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content)
         os.replace(part, path)
