@@ -185,7 +185,8 @@ def with_kv_cache(forward: Callable) -> Callable:
         decoder = self.get_decoder()
         config = decoder.config
         for module in (self, decoder):  # peft tells a model of its first adapter only
-            check_adapters(self, vars(module).get("peft_config", {}))
+            if adapters := getattr(module, "peft_config", None):
+                check_adapters(self, adapters)
         inputs = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
         if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
             raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
