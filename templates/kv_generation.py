@@ -325,7 +325,7 @@ def check_cache(cache: Any) -> None:
     name, advice = type(cache).__name__, "leave past_key_values out, and prefix tuning, which passes one"
     if name == KVSurgeryCache.__name__:
         name, advice = f"that of {type(cache).__module__}", "give it to a model of the folder that filled it"
-    raise TypeError(f"this checkpoint runs with a KVSurgeryCache of its own, got {name}; {advice}")
+    raise TypeError(f"this checkpoint runs with a KVSurgeryCache, got {name}; {advice}")
 
 
 def check_causal(config: Any, mm_token_type_ids: torch.Tensor | None) -> None:
