@@ -38,9 +38,11 @@ def check_adapters(model: Any, adapters: Mapping[str, Any]) -> None:
 
 def order_of(name: str | None) -> str | None:
     """The hash of the order of heads in a folder or a cached model of the Hub; None: the original's, or not known."""
+    if name is None:
+        return None
     try:
         config, _ = PretrainedConfig.get_config_dict(name, local_files_only=True)
-    except (OSError, TypeError, ValueError):
+    except (OSError, ValueError):
         return None
     section = config.get("kv_surgery")
     return section.get("order") if isinstance(section, dict) else None

@@ -185,7 +185,8 @@ def with_kv_cache(forward: Callable) -> Callable:
         decoder = self.get_decoder()
         config = decoder.config
         for module in (self, decoder):  # peft tells a model of its first adapter only
-            check_adapters(self, vars(module).get("peft_config", {}))
+            if adapters := getattr(module, "peft_config", None):
+                check_adapters(self, adapters)
         inputs = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
         if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
             raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
@@ -324,7 +325,7 @@ def check_cache(cache: Any) -> None:
     name, advice = type(cache).__name__, "leave past_key_values out, and prefix tuning, which passes one"
     if name == KVSurgeryCache.__name__:
         name, advice = f"that of {type(cache).__module__}", "give it to a model of the folder that filled it"
-    raise TypeError(f"this checkpoint runs with a KVSurgeryCache of its own, got {name}; {advice}")
+    raise TypeError(f"this checkpoint runs with a KVSurgeryCache, got {name}; {advice}")
 
 
 def check_causal(config: Any, mm_token_type_ids: torch.Tensor | None) -> None:

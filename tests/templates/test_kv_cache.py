@@ -361,7 +361,7 @@ class TestRefusals:
         with pytest.raises(TypeError, match="KVSurgeryCache, got DynamicCache"):
             llama.generate(tokens(1, 5), max_new_tokens=2, past_key_values=DynamicCache())
         # the inner model is stock; its second step with a stock cache must not pass for the real thing
-        cache = llama.model(tokens(1, 5), past_key_values=DynamicCache()).past_key_values
+        cache = llama.model(tokens(1, 5), use_cache=True).past_key_values
         with pytest.raises(TypeError, match="KVSurgeryCache"):
             llama.model(tokens(1, 1), past_key_values=cache)
 
