@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import transformers
 
-from .kv_attention import NAME
+from .kv_attention import DECODERS, NAME
 from .kv_cache import CACHE, KVSurgeryCache
 from .kv_graph import DecodeGraph
 from .kv_heads import selecting_heads
+from .kv_inputs import by_name, input_shape, padding_of, text_starts
 from .kv_layout import KVLayout, Quantization
 
 
@@ -34,6 +35,11 @@ class KVSurgeryModel:
                 decoder_layer.linear_attn.register_forward_pre_hook(mask_padding, with_kwargs=True)
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
+        DECODERS.add(decoder)
+
+    def __setstate__(self, state: dict) -> None:  # of a copy
+        super().__setstate__(state)
+        DECODERS.add(self.get_decoder())
 
     def get_decoder(self) -> Any:
         decoder = super().get_decoder()
@@ -117,12 +123,11 @@ class KVSurgeryGeneration(KVSurgeryModel):
             cache.columns.record_past = False  # what is generated next need not be kept for taking back
 
 
-def leave_out(bound: inspect.BoundArguments, tokens: int) -> None:
+def leave_out(arguments: dict, tokens: int) -> None:
     """Let a forward begin after so many tokens of its input."""
-    for arguments in (bound.arguments, bound.arguments.get("kwargs", {})):
-        for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
-            if arguments.get(name) is not None:
-                arguments[name] = arguments[name][..., tokens:]
+    for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
+        if arguments.get(name) is not None:
+            arguments[name] = arguments[name][..., tokens:]
 
 
 def with_kv_cache(forward: Callable) -> Callable:
@@ -133,63 +138,59 @@ def with_kv_cache(forward: Callable) -> Callable:
     def wrapper(self, *args, **kwargs):
         if "past_key_values" in kwargs:  # which stays a name of it
             kwargs[CACHE] = kwargs.pop("past_key_values")
-        bound = signature.bind_partial(self, *args, **kwargs)
-        if isinstance(cache := bound.arguments.get(CACHE), KVSurgeryCache) and cache.repeated:
-            leave_out(bound, cache.repeated)
+        arguments = by_name(signature.bind_partial(self, *args, **kwargs))
+        if isinstance(cache := arguments.get(CACHE), KVSurgeryCache) and cache.repeated:
+            leave_out(arguments, cache.repeated)
             cache.repeated = 0
-        arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         mask, cache, use_cache = (arguments.get(name) for name in ("attention_mask", CACHE, "use_cache"))
-        config = self.get_decoder().config
-        inputs = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
-        if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
-            raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
-        if use_cache is None:
-            use_cache = config.use_cache and not (self.training and self._checkpoints_activations())
-        if cache is None and use_cache:
-            cache = bound.arguments[CACHE] = KVSurgeryCache(self.config)
-        if inputs is None:
+        decoder, shape = self.get_decoder(), input_shape(arguments)
+        config = decoder.config
+        if shape is None:
             raise ValueError("pass input_ids or inputs_embeds")
-        check_causal(config, arguments.get("mm_token_type_ids"))
         if arguments.get("return_shared_kv_states"):
             raise ValueError(
                 "this checkpoint's cache keeps fewer keys and values than another model would read of it; leave "
                 "return_shared_kv_states out, and assistant models that read the target's cache"
             )
+        starts = text_starts(arguments, config, *shape)
+        if starts is not None and decoder is self:
+            arguments.update(attention_mask=starts, use_cache=False)
+        if use_cache is None:
+            use_cache = config.use_cache and starts is None and not (self.training and self._checkpoints_activations())
+        if cache is None and use_cache:
+            cache = arguments[CACHE] = KVSurgeryCache(self.config)
         if config._attn_implementation != NAME:
             raise ValueError(
                 f"this checkpoint runs with its own attention only, not with {config._attn_implementation!r}"
             )
         if cache is not None:
             check_cache(cache)
-            cache.begin(mask, *inputs.shape[:2])
-        elif mask is not None and mask.shape[1] != inputs.shape[1]:
-            raise ValueError(f"the attention mask covers {mask.shape[1]} tokens, the input has {inputs.shape[1]}")
-        if (
-            mask is None
-            and arguments.get("position_ids") is not None
-            and (cache is None or cache.columns.expected == inputs.shape[1])
-        ):
-            check_not_packed(arguments["position_ids"])
-        if (
-            cache is not None
-            and cache.columns.expected > inputs.shape[1] == 1
-            and isinstance(self, KVSurgeryGeneration)
-        ):
+            cache.begin(mask, *shape)
+        if cache is not None and cache.columns.expected > shape[1] == 1 and isinstance(self, KVSurgeryGeneration):
             cache.graph = cache.graph or DecodeGraph()
             output = cache.graph.step(forward, self, arguments, cache)
             if output is not None:
                 return output
-        return forward(*bound.args, **bound.kwargs)
+        return forward(self, **arguments)
 
     return wrapper
 
 
-def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> None:
-    """Tell the cache of a forward of the inner model alone, as the first stages of a pipeline run it."""
-    cache, inputs = options.get(CACHE, options.get("past_key_values")), options.get("inputs_embeds")
-    if isinstance(cache, KVSurgeryCache) and not cache.announced:
-        inputs = inputs if inputs is not None else options["input_ids"] if "input_ids" in options else args[0]
-        cache.begin(options.get("attention_mask"), *inputs.shape[:2])
+def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Check a forward of the inner model and tell its cache, unless the model around it has: trainers call it alone,
+    and so do the first stages of a pipeline. Texts that are packed into rows are attended to one by one."""
+    cache = options.get(CACHE, options.get("past_key_values"))
+    if isinstance(cache, KVSurgeryCache) and cache.announced:
+        return None
+    arguments = by_name(inspect.signature(decoder.forward).bind_partial(*args, **options))
+    cache, shape = arguments.setdefault(CACHE, cache), input_shape(arguments)
+    if shape is None:  # stock code says what is missing
+        return None
+    mask = padding_of(arguments.get("attention_mask"), shape[1])
+    starts = text_starts({**arguments, "attention_mask": mask}, decoder.config, *shape)
+    if isinstance(cache, KVSurgeryCache):
+        cache.begin(mask, *shape)
+    return None if starts is None else ((), {**arguments, "attention_mask": starts, "use_cache": False})
 
 
 def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
@@ -275,27 +276,3 @@ def check_cache(cache: Any) -> None:
         raise TypeError(
             f"this checkpoint runs with a KVSurgeryCache, got {type(cache).__name__}; leave past_key_values out"
         )
-
-
-def check_causal(config: Any, mm_token_type_ids: torch.Tensor | None) -> None:
-    """Raise ValueError where tokens of an image or a video would see later ones: types [rows, tokens] 1 and 2."""
-    if mm_token_type_ids is None or getattr(config, "use_bidirectional_attention", None) != "vision":
-        return
-    if ((mm_token_type_ids == 1) | (mm_token_type_ids == 2)).any():
-        raise ValueError(
-            "tokens of an image see each other in both directions in this model's sliding layers, which this "
-            "checkpoint's cache cannot do; pass text or audio, or load it without trust_remote_code"
-        )
-
-
-def check_not_packed(position_ids: torch.Tensor) -> None:
-    """Raise ValueError when several sequences are packed into a row, told apart by their positions [rows, tokens].
-
-    With positions of time, height and width, [3, rows, tokens], only those of text tell: the first of four.
-    """
-    if position_ids.ndim == 3:
-        if len(position_ids) != 4:
-            return
-        position_ids = position_ids[0]
-    if (position_ids.diff(dim=-1) != 1).any():
-        raise ValueError("packed sequences are not supported; pass one sequence a row, padded, with an attention mask")
