@@ -13,8 +13,8 @@ their queries attend as its own did, to what was there when it attended.
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -37,8 +37,8 @@ except ImportError:  # no triton: torch does everything
 
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
-# the decoders whose attention modules have layouts; modules of stock classes come here with a copy of their config
-DECODERS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+# the config of the decoder with layouts whose forward is under way; a model of a stock class may have the same config
+RUNNING: ContextVar[Any] = ContextVar("RUNNING", default=None)
 # attention of queries [batch, query_heads, n, head_dim] at the last n columns of a forward, over what was stored of it
 Read = Callable[[torch.Tensor, Scoring], torch.Tensor]
 
@@ -51,7 +51,7 @@ class AttentionModule(Protocol):
 
 def mask_for(*args, config: Any, **options) -> torch.Tensor | None:
     """The mask function that stock decoders call: of stock SDPA where the attention modules have no layouts."""
-    if any(decoder.config is config for decoder in DECODERS):
+    if RUNNING.get() is config:
         return padding_mask(*args, **options)
     return AttentionMaskInterface()["sdpa"](*args, config=config, **options)
 

@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PretrainedConfig
 
-from .kv_attention import DECODERS, NAME
+from .kv_attention import NAME, RUNNING
 from .kv_cache import CACHE, KVSurgeryCache
 from .kv_graph import DecodeGraph
 from .kv_heads import selecting_heads
 from .kv_inputs import by_name, input_shape, padding_of, text_starts
-from .kv_layout import KVLayout, Quantization
+from .kv_layout import KVLayout, Quantization, text_config
+
+# where `from_pretrained` reads files from
+DOWNLOAD = "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder"
 
 
 class KVSurgeryModel:
@@ -35,11 +39,23 @@ class KVSurgeryModel:
                 decoder_layer.linear_attn.register_forward_pre_hook(mask_padding, with_kwargs=True)
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
-        DECODERS.add(decoder)
+        for module in self.modules():
+            if any(part is decoder for part in module.modules()):
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave, always_call=True)
 
-    def __setstate__(self, state: dict) -> None:  # of a copy
-        super().__setstate__(state)
-        DECODERS.add(self.get_decoder())
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, config: Any = None, **kwargs) -> Any:
+        path = str(pretrained_model_name_or_path)
+        if hasattr(config, "kv_surgery") and config.name_or_path != path:
+            options = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
+            stored, _ = PretrainedConfig.get_config_dict(path, **options)
+            if heads_of(stored) != heads_of(config.to_dict()):
+                raise ValueError(
+                    f"the heads of {path} are not in the order that this config describes, so they would be taken for "
+                    "others; load it with a config of its own"
+                )
+        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
     def get_decoder(self) -> Any:
         decoder = super().get_decoder()
@@ -79,7 +95,13 @@ class KVSurgeryGeneration(KVSurgeryModel):
                 "assistant_early_exit drafts with some of the layers, and this checkpoint's cache is of all of them; "
                 "leave it out, or pass an assistant_model"
             )
+        if getattr(generation_config, "use_mtp", False):  # transformers 5.24
+            raise ValueError(
+                "the layers that use_mtp drafts with have no place in this checkpoint's cache; leave it out"
+            )
         cache = model_kwargs.get(CACHE)
+        if cache is not None and generation_config.cache_implementation is not None:
+            raise ValueError("cache_implementation does not apply to a cache that exists; leave one of them out")
         if cache is None:
             quantization = None
             if generation_config.cache_implementation == "quantized":
@@ -193,6 +215,18 @@ def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> tuple[tupl
     return None if starts is None else ((), {**arguments, "attention_mask": starts, "use_cache": False})
 
 
+@torch.compiler.disable
+def enter(module: torch.nn.Module, *args) -> None:
+    """State whose forward is under way: of a model, its decoder, or what lies between."""
+    RUNNING.set(text_config(module.config))
+
+
+@torch.compiler.disable
+def leave(*args) -> None:
+    """State that the forward has ended."""
+    RUNNING.set(None)
+
+
 def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Mask single tokens of linear attention that are padding: stock code takes a single token for a generated one."""
     cache, states = options[CACHE if CACHE in options else "cache_params"], options["hidden_states"]
@@ -200,6 +234,12 @@ def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[t
         return None
     is_token = [[pad < cache.columns.expected] for pad in cache.columns.pads]
     return args, {**options, "attention_mask": torch.tensor(is_token, device=states.device)}
+
+
+def heads_of(config: dict) -> list | None:
+    """The blocks of heads of each layer, by a config.json; None: the original's order."""
+    section = config.get("kv_surgery")
+    return None if section is None else [layer["blocks"] for layer in section["layers"]]
 
 
 def convert_weights(class_name: str, stock: str) -> None:

@@ -63,7 +63,7 @@ def text_starts(arguments: Mapping[str, Any], config: Any, rows: int, tokens: in
         raise ValueError(f"the attention mask covers {mask.shape[1]} tokens, the input has {tokens}")
     if tokens == 1:
         return None
-    if arguments.get("is_causal") is False or getattr(config, "is_causal", None) is False:
+    if arguments.get("is_causal") is False or not getattr(config, "is_causal", True):
         raise ValueError(NOT_CAUSAL)
     starts = _starts(arguments.get("position_ids"), mask, tokens)
     _check_lengths(arguments, starts, rows)
@@ -84,8 +84,8 @@ def text_starts(arguments: Mapping[str, Any], config: Any, rows: int, tokens: in
 
 
 def padding_of(mask: Any, tokens: int) -> Any:
-    """The two-dimensional mask of what `padding_mask` (kv_attention.py) returned for each kind of layers; others as they
-    are. Some models that read images hand such a dict to their decoder."""
+    """The mask [rows, tokens] of what `padding_mask` (kv_attention.py) returned for each kind of layers; any other mask as
+    it is. Some models that read images hand such a dict to their decoder."""
     if not isinstance(mask, dict):
         return mask
     pads = [part for part in mask.values() if part is not None]

@@ -148,6 +148,8 @@ class Family(AttentionRules):
         raise UnsupportedModel(f"tensor {tensor!r} is not known in family {self.name}; conversion would be a guess")
 
     def _refuse(self, config: Mapping[str, Any]) -> None:
+        if not config.get("is_causal", True):
+            raise UnsupportedModel(f"config.json has is_causal {config['is_causal']!r}: {_NOT_CAUSAL}")
         for key, reason in self.refusals.items():
             value = config.get(key)
             if isinstance(reason, Mapping):  # of some values only
@@ -229,7 +231,11 @@ def load_family(name: str) -> Family:
     )
 
 
-_ALWAYS_REFUSED = {"quantization_config": "its weights are quantized; give the original 16- or 32-bit checkpoint"}
+_NOT_CAUSAL = "there is no KV cache without causal attention"
+_ALWAYS_REFUSED = {
+    "quantization_config": "its weights are quantized; give the original 16- or 32-bit checkpoint",
+    "use_bidirectional_attention": _NOT_CAUSAL,
+}
 
 
 def _shapes(table: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
