@@ -84,8 +84,8 @@ def text_starts(arguments: Mapping[str, Any], config: Any, rows: int, tokens: in
 
 
 def padding_of(mask: Any, tokens: int) -> Any:
-    """The mask [rows, tokens] of what `padding_mask` (kv_attention.py) returned for each kind of layers; any other mask as
-    it is. Some models that read images hand such a dict to their decoder."""
+    """The mask [rows, tokens] of what `padding_mask` (kv_attention.py) returned for each kind of layers, which some
+    models that read images hand to their decoder; any other mask as it is."""
     if not isinstance(mask, dict):
         return mask
     pads = [part for part in mask.values() if part is not None]

@@ -54,7 +54,7 @@ def test_models_that_read_images(mixed, family):
 
 
 def test_every_door(mixed):
-    """Trainers call the decoder, or put another `forward` in place; the caches that they leave to the config are none."""
+    """Trainers call the decoder, or replace `forward`; without a word on the cache, there is none."""
     converted, ids = mixed("llama"), tokens(1, BOUNDS[-1])
     model = converted.load()
     expected = each_alone(model, ids)
