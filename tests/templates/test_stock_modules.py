@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from tests.helpers.families import FAMILIES, largest, tokens
 from tests.templates.test_exactness import LENGTH, left_padded, logits
@@ -60,3 +60,18 @@ def test_weights_in_another_order_are_refused(mixed, all_full):
             model.from_pretrained(folder, config=copy.deepcopy(converted.model.config))
     again = model.from_pretrained(f"{converted.folder}/", config=copy.deepcopy(converted.model.config))
     assert logits(again.eval(), tokens(1, 9)).equal(logits(converted.model, tokens(1, 9)))
+
+
+@pytest.mark.skipif(
+    not hasattr(GenerationConfig(), "use_mtp"), reason="this version of transformers has no such option"
+)
+def test_layers_that_draft_are_refused(mixed):
+    with pytest.raises(ValueError, match="use_mtp"):
+        mixed("llama").model.generate(tokens(1, 9), use_mtp=True, **GREEDY)
+
+
+def test_another_cache_beside_one_is_refused(mixed):
+    model, ids = mixed("llama").model, tokens(1, 9)
+    past = model.generate(ids, return_dict_in_generate=True, **GREEDY).past_key_values
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(tokens(1, 30), past_key_values=past, cache_implementation="quantized", **GREEDY)
