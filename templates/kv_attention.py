@@ -62,7 +62,7 @@ def padding_mask(
     kv_length: int,
     mask_function: Callable[..., torch.Tensor],
     attention_mask: torch.Tensor | None = None,
-    q_length: int | None = None,
+    q_length: int = 0,
     cache_position: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     device: torch.device | None = None,
@@ -127,9 +127,8 @@ def attention(
         RuntimeError: heads are split in a way that the layout does not know (tensor parallelism).
     """
     if not hasattr(module, "kv_layout"):
-        return _stock_attention(
-            module, query, key, value, attention_mask, Scoring.of(query, scaling, softcap, dropout), kwargs
-        )
+        scoring = Scoring.of(query, scaling, softcap, dropout, kwargs.get("s_aux"))
+        return _stock_attention(module, query, key, value, attention_mask, scoring, kwargs)
     layout, layer, s_aux, reads = module.kv_layout, None, kwargs.get("s_aux"), []
     if isinstance(key, Handle):
         layer, key, value, reads = key
@@ -175,19 +174,19 @@ def attention(
 def _stock_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | Handle,
+    value: torch.Tensor | Handle,
     attention_mask: torch.Tensor | None,
     scoring: Scoring,
     options: dict,
 ) -> tuple[torch.Tensor, None]:
     """Attention with the mask of stock SDPA, bool [batch, 1, tokens, keys]; as SDPA, but with soft caps and sinks."""
-    sinks = options.get("s_aux")
-    if scoring.softcap is None and sinks is None:
+    if isinstance(key, Handle) or isinstance(value, Handle):
+        raise TypeError("a KVSurgeryCache belongs to a converted model, and this one is of a stock class; leave it out")
+    if not scoring.explicit:
         return AttentionInterface()["sdpa"](
             module, query, key, value, attention_mask, dropout=scoring.dropout, scaling=scoring.scale, **options
         )
-    scoring = scoring._replace(sinks=sinks)
     if attention_mask is None:
         output = kv_torch.causal(query, key, value, 0, scoring)
     else:
