@@ -14,7 +14,9 @@ their queries attend as its own did, to what was there when it attended.
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from contextvars import ContextVar
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface
@@ -23,6 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 from . import kv_torch
 from .kv_cache import HandingLayer, Handle, KVLayerCache
 from .kv_heads import HeadGroup, Skipped, check_padding, leading_padding
+from .kv_inputs import NOT_CAUSAL
 from .kv_layout import LayerLayout
 from .kv_tiles import QuantizedGroup, rotated
 from .kv_torch import AttentionPath, Scoring
@@ -34,6 +37,8 @@ except ImportError:  # no triton: torch does everything
 
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
+# the config of the decoder with layouts whose forward is under way; a model of a stock class may have the same config
+RUNNING: ContextVar[Any] = ContextVar("RUNNING", default=None)
 # attention of queries [batch, query_heads, n, head_dim] at the last n columns of a forward, over what was stored of it
 Read = Callable[[torch.Tensor, Scoring], torch.Tensor]
 
@@ -44,13 +49,23 @@ class AttentionModule(Protocol):
     kv_layout: LayerLayout
 
 
+def mask_for(*args, config: Any, **options) -> torch.Tensor | None:
+    """The mask function that stock decoders call: of stock SDPA where the attention modules have no layouts."""
+    if RUNNING.get() is config:
+        return padding_mask(*args, **options)
+    return AttentionMaskInterface()["sdpa"](*args, config=config, **options)
+
+
 def padding_mask(
     batch_size: int,
     *args,
     kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
     attention_mask: torch.Tensor | None = None,
-    q_length: int | None = None,
+    q_length: int = 0,
     cache_position: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | None = None,
     **kwargs,
 ) -> torch.Tensor | None:
     """Reduce a 2D padding mask [batch, tokens] to the left padding of each row, int64 [batch, 1, 1, 1], or None without
@@ -59,13 +74,20 @@ def padding_mask(
     It has four dimensions, since stock code may cut queries to those that it goes on with.
 
     Only forwards without a cache use it: a `KVSurgeryCache` keeps the padding itself. There, right padding is harmless,
-    since no token sees a later one. Transformers 4 passes `cache_position`, later versions `q_length`.
+    since no token sees a later one. Transformers 4 passes `cache_position`, later versions `q_length` and `device`.
 
     Raises:
-        ValueError: the mask has holes.
+        ValueError: the mask has holes, or the model lets tokens see later ones.
     """
     tokens = q_length if cache_position is None else cache_position.shape[0]
-    if attention_mask is None or tokens == 1 or tokens != kv_length:  # what follows something has a cache
+    if tokens == 1:
+        return None
+    if not allow_is_causal_skip:  # the model wants another mask than the causal one
+        columns = torch.arange(kv_length - tokens, kv_length - 1, device=device)
+        rows = torch.arange(batch_size, device=device)[:, None]
+        if mask_function(rows, columns.new_zeros(()), columns, columns + 1).any():
+            raise ValueError(NOT_CAUSAL)
+    if attention_mask is None or tokens != kv_length:  # what follows something has a cache
         return None
     padded_left, _ = check_padding(attention_mask)
     return leading_padding(attention_mask)[:, None, None, None] if padded_left else None
@@ -86,11 +108,12 @@ def attention(
     """The attention function that stock attention modules call.
 
     Args:
-        module: the attention module.
+        module: the attention module; one without a layout gets the attention of stock SDPA.
         query: [batch, query_heads, tokens, head_dim], after RoPE; the query heads of a KV head are adjacent.
         key, value: what `KVSurgeryCache.update` returned; without a cache [batch, kv_heads, tokens, head_dim]. A layer
             that shares an earlier layer's cache gets what that one got, and may ask at the last columns only.
-        attention_mask: left padding of each row, int64 [batch, 1, 1, 1]; read without a cache only.
+        attention_mask: left padding of each row, int64 [batch, 1, 1, 1], or where the texts of rows begin, as from
+            `text_starts`; read without a cache only.
         scaling: factor of the scores; default head_dim ** -0.5.
         softcap: bound c of scores, c * tanh(score / c) (Gemma 2).
         kwargs: of these only `s_aux` is read, a learned sink of each query head, [query_heads] (gpt-oss).
@@ -100,8 +123,12 @@ def attention(
 
     Raises:
         TypeError: a cache of another class, or a mask that is not two-dimensional.
+        ValueError: tokens would see later ones.
         RuntimeError: heads are split in a way that the layout does not know (tensor parallelism).
     """
+    if not hasattr(module, "kv_layout"):
+        scoring = Scoring.of(query, scaling, softcap, dropout, kwargs.get("s_aux"))
+        return _stock_attention(module, query, key, value, attention_mask, scoring, kwargs)
     layout, layer, s_aux, reads = module.kv_layout, None, kwargs.get("s_aux"), []
     if isinstance(key, Handle):
         layer, key, value, reads = key
@@ -114,8 +141,10 @@ def attention(
         layout = layer.layout
     elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not _shares(module)):
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
-    elif attention_mask is not None and attention_mask.shape[1:] != (1, 1, 1):
+    elif attention_mask is not None and (attention_mask.dtype != torch.int64 or attention_mask.shape[1:3] != (1, 1)):
         raise TypeError("attention masks must be two-dimensional padding masks")
+    if query.shape[2] > 1 and not (kwargs.get("is_causal", True) and getattr(module, "is_causal", True)):
+        raise ValueError(NOT_CAUSAL)
     local_layout = own_layout(layout, key.shape[1], module)
     if layer is not None and local_layout is not layout:
         layer.hold(local_layout, key)
@@ -131,8 +160,7 @@ def attention(
     if s_aux is not None:
         scoring = scoring._replace(sinks=s_aux)
     if layer is None:
-        padding = None if attention_mask is None else attention_mask.flatten()
-        output = _without_cache(query, key, value, padding, local_layout, path, scoring)
+        output = _without_cache(query, key, value, attention_mask, local_layout, path, scoring)
     elif reads:
         output = reads[0](query.to(key.device), scoring).to(query.device)
     else:
@@ -140,6 +168,29 @@ def attention(
         reads += [read] * layer.shared
     if local_layout.scattered:
         output = in_blocks(output, local_layout)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _stock_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | Handle,
+    value: torch.Tensor | Handle,
+    attention_mask: torch.Tensor | None,
+    scoring: Scoring,
+    options: dict,
+) -> tuple[torch.Tensor, None]:
+    """Attention with the mask of stock SDPA, bool [batch, 1, tokens, keys]; as SDPA, but with soft caps and sinks."""
+    if isinstance(key, Handle) or isinstance(value, Handle):
+        raise TypeError("a KVSurgeryCache belongs to a converted model, and this one is of a stock class; leave it out")
+    if not scoring.explicit:
+        return AttentionInterface()["sdpa"](
+            module, query, key, value, attention_mask, dropout=scoring.dropout, scaling=scoring.scale, **options
+        )
+    if attention_mask is None:
+        output = kv_torch.causal(query, key, value, 0, scoring)
+    else:
+        output = kv_torch.attend(query, key, value, attention_mask[:, 0], scoring)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -166,13 +217,40 @@ def _without_cache(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    padding: torch.Tensor | None,
+    mask: torch.Tensor | None,
     layout: LayerLayout,
     path: AttentionPath,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """All heads over their own input; nothing is selected, nothing is quantized."""
-    skipped, outputs = 0 if padding is None else padding, []
+    """All heads over their own input, or each text of a row by itself; nothing is selected, nothing is quantized."""
+    if mask is None or mask.shape[3] == 1:
+        return _over_rows(query, key, value, 0 if mask is None else mask.flatten(), layout, path, scoring)
+    earlier_tokens = key.shape[2] - query.shape[2]  # whose queries are not asked
+    rows = []
+    for starts, *states in zip(mask, *(states.chunk(len(mask)) for states in (query, key, value)), strict=True):
+        texts = pairwise([*starts.unique().tolist(), key.shape[2]])
+        outputs = []
+        for begin, end in texts:
+            if end > earlier_tokens:
+                row_query, *row_states = states
+                text_query = row_query[:, :, max(begin - earlier_tokens, 0) : end - earlier_tokens]
+                text_key, text_value = (part[:, :, begin:end] for part in row_states)
+                outputs.append(_over_rows(text_query, text_key, text_value, 0, layout, path, scoring))
+        rows.append(torch.cat(outputs, 2))
+    return torch.cat(rows)
+
+
+def _over_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    skipped: Skipped,
+    layout: LayerLayout,
+    path: AttentionPath,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """All heads over rows of one text, whose first columns are skipped."""
+    outputs = []
     heads = [layout.heads - layout.streaming, layout.streaming]
     full, streaming = split_heads(query, key, value, heads)
     scorings = scoring.split(_sizes(heads, query.shape[1]))
@@ -383,4 +461,4 @@ def _sizes(kv_heads: list[int] | tuple[int, ...], heads: int) -> list[int]:
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, padding_mask)
+AttentionMaskInterface.register(NAME, mask_for)

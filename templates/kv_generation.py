@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PretrainedConfig
 
 from .kv_adapters import check_adapters
-from .kv_attention import NAME
+from .kv_attention import NAME, RUNNING
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
 from .kv_graph import DecodeGraph
 from .kv_heads import selecting_heads
-from .kv_layout import KVLayout, Quantization
+from .kv_inputs import by_name, input_shape, padding_of, text_starts
+from .kv_layout import KVLayout, Quantization, text_config
+
+# where `from_pretrained` reads files from
+DOWNLOAD = "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder"
 
 
 class KVSurgeryModel:
@@ -36,6 +41,23 @@ class KVSurgeryModel:
                 decoder_layer.linear_attn.register_forward_pre_hook(mask_padding, with_kwargs=True)
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
+        for module in self.modules():
+            if any(part is decoder for part in module.modules()):
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave, always_call=True)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, config: Any = None, **kwargs) -> Any:
+        path = str(pretrained_model_name_or_path)
+        if hasattr(config, "kv_surgery") and config.name_or_path != path:
+            options = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
+            stored, _ = PretrainedConfig.get_config_dict(path, **options)
+            if heads_of(stored) != heads_of(config.to_dict()):
+                raise ValueError(
+                    f"the heads of {path} are not in the order that this config describes, so they would be taken for "
+                    "others; load it with a config of its own"
+                )
+        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "peft_config":  # peft has put adapters into the model
@@ -80,7 +102,13 @@ class KVSurgeryGeneration(KVSurgeryModel):
                 "assistant_early_exit drafts with some of the layers, and this checkpoint's cache is of all of them; "
                 "leave it out, or pass an assistant_model"
             )
+        if getattr(generation_config, "use_mtp", False):  # transformers 5.24
+            raise ValueError(
+                "the layers that use_mtp drafts with have no place in this checkpoint's cache; leave it out"
+            )
         cache = model_kwargs.get(CACHE)
+        if cache is not None and generation_config.cache_implementation is not None:
+            raise ValueError("cache_implementation does not apply to a cache that exists; leave one of them out")
         if cache is None:
             quantization = None
             if generation_config.cache_implementation == "quantized":
@@ -159,12 +187,11 @@ def past_recording_restored(cache: KVSurgeryCache | None) -> Generator[None]:
             cache.columns.record_past = recorded
 
 
-def leave_out(bound: inspect.BoundArguments, tokens: int) -> None:
+def leave_out(arguments: dict, tokens: int) -> None:
     """Let a forward begin after so many tokens of its input."""
-    for arguments in (bound.arguments, bound.arguments.get("kwargs", {})):
-        for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
-            if arguments.get(name) is not None:
-                arguments[name] = arguments[name][..., tokens:]
+    for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
+        if arguments.get(name) is not None:
+            arguments[name] = arguments[name][..., tokens:]
 
 
 def with_kv_cache(forward: Callable) -> Callable:
@@ -176,69 +203,76 @@ def with_kv_cache(forward: Callable) -> Callable:
         for name in ("past_key_values", "cache"):  # which all versions take here
             if name in kwargs:
                 kwargs[CACHE] = kwargs.pop(name)
-        bound = signature.bind_partial(self, *args, **kwargs)
-        if isinstance(cache := bound.arguments.get(CACHE), KVSurgeryCache) and cache.repeated:
-            leave_out(bound, cache.repeated)
+        arguments = by_name(signature.bind_partial(self, *args, **kwargs))
+        if isinstance(cache := arguments.get(CACHE), KVSurgeryCache) and cache.repeated:
+            leave_out(arguments, cache.repeated)
             cache.repeated = 0
-        arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         mask, cache, use_cache = (arguments.get(name) for name in ("attention_mask", CACHE, "use_cache"))
-        decoder = self.get_decoder()
+        decoder, shape = self.get_decoder(), input_shape(arguments)
         config = decoder.config
         for module in (self, decoder):  # peft tells a model of its first adapter only
             if adapters := getattr(module, "peft_config", None):
                 check_adapters(self, adapters)
-        inputs = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
-        if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
-            raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
-        if use_cache is None:
-            use_cache = config.use_cache and not (self.training and self._checkpoints_activations())
-        if cache is None and use_cache:
-            cache = bound.arguments[CACHE] = KVSurgeryCache(self.config)
-        if inputs is None:
+        if shape is None:
             raise ValueError("pass input_ids or inputs_embeds")
-        check_causal(config, arguments.get("mm_token_type_ids"))
         if arguments.get("return_shared_kv_states"):
             raise ValueError(
                 "this checkpoint's cache keeps fewer keys and values than another model would read of it; leave "
                 "return_shared_kv_states out, and assistant models that read the target's cache"
             )
+        starts = text_starts(arguments, config, *shape)
+        if starts is not None and decoder is self:
+            arguments.update(attention_mask=starts, use_cache=False)
+        if use_cache is None:
+            use_cache = config.use_cache and starts is None and not (self.training and self._checkpoints_activations())
+        if cache is None and use_cache:
+            cache = arguments[CACHE] = KVSurgeryCache(self.config)
         if config._attn_implementation != NAME:
             raise ValueError(
                 f"this checkpoint runs with its own attention only, not with {config._attn_implementation!r}"
             )
         if cache is not None:
             check_cache(cache)
-            cache.begin(mask, *inputs.shape[:2])
-        elif mask is not None and mask.shape[1] != inputs.shape[1]:
-            raise ValueError(f"the attention mask covers {mask.shape[1]} tokens, the input has {inputs.shape[1]}")
-        if (
-            mask is None
-            and arguments.get("position_ids") is not None
-            and (cache is None or cache.columns.expected == inputs.shape[1])
-        ):
-            check_not_packed(arguments["position_ids"])
-        if (
-            cache is not None
-            and cache.columns.expected > inputs.shape[1] == 1
-            and isinstance(self, KVSurgeryGeneration)
-        ):
+            cache.begin(mask, *shape)
+        if cache is not None and cache.columns.expected > shape[1] == 1 and isinstance(self, KVSurgeryGeneration):
             cache.graph = cache.graph or DecodeGraph()
             output = cache.graph.step(forward, self, arguments, cache)
             if output is not None:
                 return output
-        return forward(*bound.args, **bound.kwargs)
+        return forward(self, **arguments)
 
     return wrapper
 
 
-def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> None:
-    """Tell the cache of a forward of the inner model alone, as the first stages of a pipeline run it."""
-    cache, inputs = options.get(CACHE, options.get("past_key_values")), options.get("inputs_embeds")
+def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Check a forward of the inner model and tell its cache, unless the model around it has: trainers call it alone,
+    and so do the first stages of a pipeline. Texts that are packed into rows are attended to one by one."""
+    cache = options.get(CACHE, options.get("past_key_values"))
     if cache is not None and not isinstance(cache, HandingCache):
         check_cache(cache)
-    if isinstance(cache, KVSurgeryCache) and not cache.announced:
-        inputs = inputs if inputs is not None else options["input_ids"] if "input_ids" in options else args[0]
-        cache.begin(options.get("attention_mask"), *inputs.shape[:2])
+    if isinstance(cache, KVSurgeryCache) and cache.announced:
+        return None
+    arguments = by_name(inspect.signature(decoder.forward).bind_partial(*args, **options))
+    cache, shape = arguments.setdefault(CACHE, cache), input_shape(arguments)
+    if shape is None:  # stock code says what is missing
+        return None
+    mask = padding_of(arguments.get("attention_mask"), shape[1])
+    starts = text_starts({**arguments, "attention_mask": mask}, decoder.config, *shape)
+    if isinstance(cache, KVSurgeryCache):
+        cache.begin(mask, *shape)
+    return None if starts is None else ((), {**arguments, "attention_mask": starts, "use_cache": False})
+
+
+@torch.compiler.disable
+def enter(module: torch.nn.Module, *args) -> None:
+    """State whose forward is under way: of a model, its decoder, or what lies between."""
+    RUNNING.set(text_config(module.config))
+
+
+@torch.compiler.disable
+def leave(*args) -> None:
+    """State that the forward has ended."""
+    RUNNING.set(None)
 
 
 def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
@@ -248,6 +282,12 @@ def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[t
         return None
     is_token = [[pad < cache.columns.expected] for pad in cache.columns.pads]
     return args, {**options, "attention_mask": torch.tensor(is_token, device=states.device)}
+
+
+def heads_of(config: dict) -> list | None:
+    """The blocks of heads of each layer, by a config.json; None: the original's order."""
+    section = config.get("kv_surgery")
+    return None if section is None else [layer["blocks"] for layer in section["layers"]]
 
 
 def convert_weights(class_name: str, stock: str) -> None:
@@ -326,27 +366,3 @@ def check_cache(cache: Any) -> None:
     if name == KVSurgeryCache.__name__:
         name, advice = f"that of {type(cache).__module__}", "give it to a model of the folder that filled it"
     raise TypeError(f"this checkpoint runs with a KVSurgeryCache, got {name}; {advice}")
-
-
-def check_causal(config: Any, mm_token_type_ids: torch.Tensor | None) -> None:
-    """Raise ValueError where tokens of an image or a video would see later ones: types [rows, tokens] 1 and 2."""
-    if mm_token_type_ids is None or getattr(config, "use_bidirectional_attention", None) != "vision":
-        return
-    if ((mm_token_type_ids == 1) | (mm_token_type_ids == 2)).any():
-        raise ValueError(
-            "tokens of an image see each other in both directions in this model's sliding layers, which this "
-            "checkpoint's cache cannot do; pass text or audio, or load it without trust_remote_code"
-        )
-
-
-def check_not_packed(position_ids: torch.Tensor) -> None:
-    """Raise ValueError when several sequences are packed into a row, told apart by their positions [rows, tokens].
-
-    With positions of time, height and width, [3, rows, tokens], only those of text tell: the first of four.
-    """
-    if position_ids.ndim == 3:
-        if len(position_ids) != 4:
-            return
-        position_ids = position_ids[0]
-    if (position_ids.diff(dim=-1) != 1).any():
-        raise ValueError("packed sequences are not supported; pass one sequence a row, padded, with an attention mask")

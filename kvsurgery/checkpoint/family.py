@@ -142,6 +142,8 @@ class Family(TensorRules):
                 yield from (f"{outer_prefix.removeprefix('language_model.')}{start}{name}" for name in absent)
 
     def _refuse(self, config: Mapping[str, Any]) -> None:
+        if not config.get("is_causal", True):
+            raise UnsupportedModel(f"config.json has is_causal {config['is_causal']!r}: {_NOT_CAUSAL}")
         for key, reason in self.refusals.items():
             value = config.get(key)
             if isinstance(reason, Mapping):  # of some values only
@@ -231,4 +233,8 @@ def _read(kind: type[Kind], path: Path) -> Kind:
         raise UnsupportedModel(f"{path}: {str(error).replace('`', QUOTE)}") from error
 
 
-_ALWAYS_REFUSED = {"quantization_config": "its weights are quantized; give the original 16- or 32-bit checkpoint"}
+_NOT_CAUSAL = "there is no KV cache without causal attention"
+_ALWAYS_REFUSED = {
+    "quantization_config": "its weights are quantized; give the original 16- or 32-bit checkpoint",
+    "use_bidirectional_attention": _NOT_CAUSAL,
+}

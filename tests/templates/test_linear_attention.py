@@ -11,11 +11,10 @@ from transformers import DynamicCache
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.templates.kv_generation import check_not_packed
 from kvsurgery.templates.kv_graph import fits
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.command import done
-from tests.helpers.families import WITH_STATES, largest, make, rounding, tokens
+from tests.helpers.families import FAMILIES, WITH_STATES, largest, make, rounding, tokens
 from tests.helpers.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import chunked, logits
 from tests.templates.test_generation import GREEDY, batch
@@ -94,12 +93,24 @@ def test_a_cache_that_is_quantized_on_request(checkpoint, mixed, tmp_path, famil
     assert any(max(layer.full.packed or [0]) for layer in output.past_key_values.attention)
 
 
-def test_sequences_are_told_apart_by_the_positions_of_text():
+@families
+def test_packed_texts_are_refused(mixed, family):
+    model, ids, packed = mixed(family).model, tokens(1, 6), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for called in (model, model.get_decoder()):
+        with pytest.raises(ValueError, match="linear attention"):
+            called(ids, position_ids=packed, use_cache=False)
+
+
+@pytest.mark.skipif("qwen3_5" not in FAMILIES, reason="this version of transformers has no such model")
+def test_texts_are_told_apart_by_the_positions_of_text(mixed):
+    model, ids = mixed("qwen3_5").model, tokens(1, 6)
     text, image = torch.arange(6)[None], torch.tensor([[0, 1, 1, 1, 1, 2]])
-    check_not_packed(torch.stack([text, image, image, image]))
-    check_not_packed(torch.stack([image, image, image]))
-    with pytest.raises(ValueError, match="packed sequences are not supported"):
-        check_not_packed(torch.stack([image, text, text, text]))
+    model(ids, position_ids=torch.stack([text, image, image, image]), use_cache=False)
+    model(ids, position_ids=torch.stack([image, image, image]), use_cache=False)
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for position_ids in (torch.stack([image, text, text, text]), torch.stack([packed, packed, packed])):
+        with pytest.raises(ValueError, match="linear attention"):
+            model(ids, position_ids=position_ids, use_cache=False)
 
 
 @families

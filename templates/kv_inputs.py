@@ -1,0 +1,137 @@
+"""What a forward is asked for: what attention here cannot do is refused, and packed texts are told apart."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .kv_cache import CACHE
+from .kv_layout import LINEAR
+
+# arguments by which stock attention, of some implementation, would compute or return something else
+UNKNOWN = "output_attentions", "head_mask", "position_bias", "sliding_window"
+# by which flash attention, and the convolutions of linear attention, tell the texts of a row apart
+TEXTS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"
+NOT_CAUSAL = (
+    "some tokens would see later ones, as tokens of an image see each other in both directions in some models, which "
+    "this checkpoint's cache cannot do; pass text or audio and no is_causal, or load it without trust_remote_code"
+)
+
+
+def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """The arguments of a call by name, without the model that is called."""
+    arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    return {name: value for name, value in arguments.items() if name not in ("self", "kwargs")}
+
+
+def input_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and tokens of a forward's input; None: it has none."""
+    inputs = arguments.get("inputs_embeds")
+    inputs = arguments.get("input_ids") if inputs is None else inputs
+    return None if inputs is None else inputs.shape[:2]
+
+
+def text_starts(arguments: Mapping[str, Any], config: Any, rows: int, tokens: int) -> torch.Tensor | None:
+    """Check the arguments of a forward, and tell where the texts of its rows begin.
+
+    Without an attention mask, a text begins wherever `position_ids` do not go on by 1, as in stock attention. Waits for
+    the device where there are several tokens, and a mask or positions.
+
+    Args:
+        arguments: of the model, or of its decoder.
+        config: the decoder's.
+        rows, tokens: shape of the input.
+
+    Returns:
+        The first column of each column's text, int64 [1 or rows, 1, 1, tokens] on the host; None: one text a row.
+
+    Raises:
+        TypeError: a mask that is not two-dimensional.
+        ValueError: an argument that this checkpoint's attention does not know, or texts that it cannot tell apart.
+    """
+    for name in UNKNOWN:
+        if arguments.get(name) is not None and arguments[name] is not False:
+            raise ValueError(
+                f"{name} does not apply: this checkpoint has an attention of its own; leave it out, or load the "
+                "checkpoint without trust_remote_code"
+            )
+    mask, cache = arguments.get("attention_mask"), arguments.get(CACHE)
+    if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
+        raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
+    if mask is not None and cache is None and mask.shape[1] != tokens:
+        raise ValueError(f"the attention mask covers {mask.shape[1]} tokens, the input has {tokens}")
+    if tokens == 1:
+        return None
+    if arguments.get("is_causal") is False or not getattr(config, "is_causal", True):
+        raise ValueError(NOT_CAUSAL)
+    starts = _starts(arguments.get("position_ids"), mask, tokens)
+    _check_lengths(arguments, starts, rows)
+    if not starts.any():
+        return None
+    if mask is not None:
+        raise ValueError(
+            "the texts of a row are told apart by position_ids without an attention mask; leave attention_mask out, or "
+            "pass one text a row, padded"
+        )
+    if cache is not None or arguments.get("use_cache"):
+        raise ValueError("packed texts cannot share a KV cache; pass use_cache=False, or one text a row, padded")
+    if LINEAR in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(
+            "the linear attention of this model cannot tell packed texts apart; pass one text a row, padded"
+        )
+    return starts[:, None, None]
+
+
+def padding_of(mask: Any, tokens: int) -> Any:
+    """The mask [rows, tokens] of what `padding_mask` (kv_attention.py) returned for each kind of layers, which some
+    models that read images hand to their decoder; any other mask as it is."""
+    if not isinstance(mask, dict):
+        return mask
+    pads = [part for part in mask.values() if part is not None]
+    if not all(torch.is_tensor(part) and part.dtype == torch.int64 and part.shape[1:] == (1, 1, 1) for part in pads):
+        return mask
+    return (torch.arange(tokens, device=pads[0].device) >= pads[0][:, 0, 0]).long() if pads else None
+
+
+def _starts(position_ids: torch.Tensor | None, mask: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """The first column of each column's text, int64 [1 or rows, tokens] on the host.
+
+    With a mask, positions may leave gaps, and mean nothing between tokens that are not both of a text.
+    """
+    borders = torch.zeros(1, max(tokens - 1, 0), dtype=torch.bool)
+    if position_ids is not None:
+        of_images = position_ids.ndim == 3 and len(position_ids) != 4  # time, height, width: the time may stand still
+        steps = (position_ids[0] if position_ids.ndim == 3 else position_ids).diff(dim=-1)
+        borders = steps < 0 if of_images else steps != 1 if mask is None else steps < 1
+    if mask is not None:
+        numbers = mask[:, -tokens:]
+        if position_ids is not None:
+            borders = borders & numbers[:, 1:].bool() & numbers[:, :-1].bool()
+        borders = borders.to(mask.device) | (numbers.diff(dim=-1) != 0) & (numbers[:, 1:] > 1)
+    columns = torch.arange(1, tokens, device=borders.device)
+    starts = torch.where(borders, columns, 0).cummax(-1).values
+    return torch.cat([torch.zeros_like(starts[:, :1]), starts], 1).cpu()
+
+
+def _check_lengths(arguments: Mapping[str, Any], starts: torch.Tensor, rows: int) -> None:
+    """Raise ValueError where flash attention's own terms, or a convolution's, tell other texts apart than `starts`."""
+    given = [name for name in TEXTS if arguments.get(name) is not None]
+    if not given:
+        return
+    tokens, starts = starts.shape[1], starts.expand(rows, -1)
+    begins = (starts + torch.arange(rows)[:, None] * tokens).unique()
+    bounds = torch.cat([begins, torch.tensor([rows * tokens])])
+    for name in given:
+        value = torch.as_tensor(arguments[name]).cpu()
+        if name == "seq_idx":
+            agrees = value.diff(dim=-1).bool().equal(starts.diff(dim=-1).bool())
+        elif name in ("max_length_q", "max_length_k"):
+            agrees = value >= bounds.diff().max()
+        else:
+            agrees = value.tolist() == bounds.tolist()
+        if not agrees:
+            raise ValueError(
+                f"{name} tells other texts apart than position_ids; pass position_ids that start again with each text, "
+                "and no attention_mask"
+            )

@@ -1,0 +1,156 @@
+"""Texts packed into one row, which positions that start again tell apart: each is attended to alone."""
+
+from itertools import accumulate, pairwise
+from types import MethodType
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from tests.helpers.families import FAMILIES, IMAGE, WITH_IMAGES, WITH_STATES, largest, tokens
+
+LENGTHS = 1, 20, 3, 21
+SEPARATE = [name for name in FAMILIES if name not in WITH_STATES]
+SAMPLE = [name for name in ("llama", "qwen2", "gemma2", "olmo3", "gemma3n") if name in FAMILIES]
+PACKED = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+BOUNDS = list(accumulate(LENGTHS, initial=0))
+FLASH = {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32), "max_length_q": 21}
+FLASH |= {"cu_seq_lens_k": FLASH["cu_seq_lens_q"], "max_length_k": 21}
+TEXTS = torch.tensor([[text for text, length in enumerate(LENGTHS) for _ in range(length)]])
+
+
+def logits(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, **{"use_cache": False, **options}).logits
+
+
+def each_alone(model, ids):
+    return torch.cat([logits(model, ids[:, begin:end]) for begin, end in pairwise(BOUNDS)], 1)
+
+
+@pytest.mark.parametrize("family", SEPARATE)
+def test_each_text_is_alone(mixed, family):
+    model, ids = mixed(family).model, tokens(2, BOUNDS[-1])
+    expected = each_alone(model, ids)
+    assert largest(logits(model, ids, position_ids=PACKED) - expected, expected) <= 1e-5
+    assert largest(logits(model, ids) - expected, expected) > 1e-2
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_stock_attention_does_the_same(all_full, family):
+    converted, ids = all_full(family), tokens(2, BOUNDS[-1])
+    rows = torch.cat([PACKED, torch.arange(7, 7 + BOUNDS[-1])[None]])  # the second row is one text, not from 0 on
+    for position_ids in (PACKED, rows):
+        expected = logits(converted.stock, ids, position_ids=position_ids)
+        assert largest(logits(converted.model, ids, position_ids=position_ids) - expected, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("family", [name for name in WITH_IMAGES if WITH_IMAGES[name][0] not in WITH_STATES])
+def test_models_that_read_images(mixed, family):
+    model, ids = mixed(family).model, tokens(1, BOUNDS[-1], vocabulary=IMAGE - 2)
+    expected = each_alone(model, ids)
+    for options in ({}, {"use_cache": None}):
+        assert largest(logits(model, ids, position_ids=PACKED, **options) - expected, expected) <= 1e-5
+
+
+def test_every_door(mixed):
+    """Trainers call the decoder, or replace `forward`; without a word on the cache, there is none."""
+    converted, ids = mixed("llama"), tokens(1, BOUNDS[-1])
+    model = converted.load()
+    expected = each_alone(model, ids)
+    assert model.config.use_cache
+
+    def forward(self, input_ids, **options):
+        return self.lm_head(self.model(input_ids, **options).last_hidden_state)
+
+    base = converted.load(AutoModel)
+    with torch.no_grad():
+        found = [
+            model(ids, position_ids=PACKED).logits,
+            model.lm_head(model.get_decoder()(ids, None, PACKED)[0]),
+            model.lm_head(base(ids, position_ids=PACKED).last_hidden_state),
+            model(ids, position_ids=PACKED, **FLASH, seq_idx=TEXTS).logits,
+        ]
+        model.forward = MethodType(forward, model)
+        found.append(model(ids, position_ids=PACKED))
+    for states in found:
+        assert largest(states - expected, expected) <= 1e-5
+    for called in (model, model.get_decoder(), base):
+        with pytest.raises(ValueError, match="use_cache=False"):
+            called(ids, position_ids=PACKED, use_cache=True)
+
+
+def test_gradients_are_those_of_the_texts(mixed):
+    model, ids = mixed("llama").load().train(), tokens(1, BOUNDS[-1])
+    model.gradient_checkpointing_enable()
+    model.config.attention_dropout = 0.0
+    gradients = []
+    for parts in ([(ids, PACKED)], [(ids[:, begin:end], PACKED[:, begin:end]) for begin, end in pairwise(BOUNDS)]):
+        model.zero_grad()
+        for part, position_ids in parts:
+            model(part, position_ids=position_ids).logits.square().sum().backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert largest(gradients[0] - gradients[1], gradients[1]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (FLASH, "cu_seq_lens_q"),
+        ({"cu_seq_lens_k": FLASH["cu_seq_lens_k"]}, "cu_seq_lens_k"),
+        ({"max_length_q": 21}, "max_length_q"),
+        ({"seq_idx": TEXTS}, "seq_idx"),
+        ({"position_ids": PACKED, "cu_seq_lens_q": torch.tensor([0, 22, BOUNDS[-1]])}, "cu_seq_lens_q"),
+        ({"position_ids": PACKED, "attention_mask": torch.ones_like(PACKED)}, "attention_mask"),
+        ({"attention_mask": TEXTS + 1}, "attention_mask"),
+    ],
+    ids=str,
+)
+def test_other_ways_to_tell_texts_apart_are_refused(mixed, options, named):
+    model, ids = mixed("llama").model, tokens(1, BOUNDS[-1])
+    for called in (model, model.get_decoder()):
+        for use_cache in (False, True):
+            with pytest.raises(ValueError, match=named):
+                called(ids, use_cache=use_cache, **options)
+
+
+def test_one_text_in_all_terms(mixed):
+    model, ids = mixed("llama").model, tokens(1, 9)
+    whole, position_ids = {"cu_seq_lens_q": torch.tensor([0, 9]), "max_length_q": 9}, torch.arange(9)[None]
+    terms = {**whole, "seq_idx": torch.zeros(1, 9)}
+    assert logits(model, ids, position_ids=position_ids, **terms).equal(logits(model, ids))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": False},
+        {"output_attentions": True},
+        {"head_mask": torch.ones(4, 8)},
+        {"position_bias": torch.zeros(1, 8, 9, 9)},
+        {"sliding_window": 5},
+        {"attention_mask": torch.ones(1, 1, 9, 9)},
+        {"attention_mask": {"full_attention": torch.ones(1, 1, 9, 9, dtype=torch.bool)}},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_arguments_that_attention_does_not_know_are_refused(mixed, options):
+    model, ids = mixed("llama").model, tokens(1, 9)
+    named = "is_causal" if "is_causal" in options else next(iter(options))
+    for called in (model, model.get_decoder()):
+        for use_cache in (False, True):
+            with pytest.raises((TypeError, ValueError), match=named):
+                called(ids, use_cache=use_cache, **options)
+
+
+@pytest.mark.parametrize("where", ["module", "config"])
+def test_attention_in_both_directions_is_refused(mixed, where):
+    model, ids = mixed("llama").load(), tokens(1, 9)
+    if where == "config":
+        model.config.is_causal = False
+    else:
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+    for called in (model, model.get_decoder()):
+        with pytest.raises(ValueError, match="see later ones"):
+            called(ids)

@@ -1,0 +1,77 @@
+"""Modules of stock classes that got a copy of a converted model's config, and with it the name of its attention."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+from tests.helpers.families import FAMILIES, largest, tokens
+from tests.templates.test_exactness import LENGTH, left_padded, logits
+
+SAMPLE = [
+    name for name in ("llama", "qwen2", "gemma2", "gpt_oss", "llama4", "qwen3_next", "gemma3n") if name in FAMILIES
+]
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": [2]}
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_the_original_with_this_config_is_the_original(mixed, family):
+    converted, ids = mixed(family), tokens(2, LENGTH)
+    model = AutoModelForCausalLM.from_pretrained(
+        converted.source, config=copy.deepcopy(converted.model.config), dtype=torch.float32
+    ).eval()
+    assert type(model) is type(converted.stock)
+    ids, mask, positions = left_padded(ids, [LENGTH, 30])
+    padded = {"attention_mask": mask, "position_ids": positions}
+    for options in (padded, {}, {"use_cache": False}):
+        expected = logits(converted.stock, ids, **options)
+        assert largest((logits(model, ids, **options) - expected)[mask.bool()], expected) <= 1e-5
+    options = {**GREEDY, "attention_mask": mask}
+    assert model.generate(ids, **options).equal(converted.stock.generate(ids, **options))
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_models_that_share_the_config(mixed, auto):
+    config = copy.deepcopy(mixed("llama").load().config)
+    ids, mask, positions = left_padded(tokens(2, LENGTH), [LENGTH, 30])
+    model = auto.from_config(config).eval()
+    stock = auto.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    stock.load_state_dict(model.state_dict())
+    for options in ({"attention_mask": mask, "position_ids": positions}, {"use_cache": False}):
+        expected = logits(stock, ids, **options)
+        difference = logits(model, ids, **options) - expected
+        assert largest(difference[mask.bool()] if difference.ndim == 3 else difference, expected) <= 1e-5
+
+
+def test_a_copy_of_a_converted_model_is_one(mixed):
+    model = mixed("llama").model
+    ids, mask, positions = left_padded(tokens(2, LENGTH), [LENGTH, 30])
+    options = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+    expected = logits(model, ids, **options)
+    assert logits(copy.deepcopy(model), ids, **options).equal(expected)
+
+
+def test_weights_in_another_order_are_refused(mixed, all_full):
+    converted = mixed("llama")
+    model = type(converted.model)
+    for folder in (converted.source, all_full("llama").folder):
+        with pytest.raises(ValueError, match="not in the order that this config describes"):
+            model.from_pretrained(folder, config=copy.deepcopy(converted.model.config))
+    again = model.from_pretrained(f"{converted.folder}/", config=copy.deepcopy(converted.model.config))
+    assert logits(again.eval(), tokens(1, 9)).equal(logits(converted.model, tokens(1, 9)))
+
+
+@pytest.mark.skipif(
+    not hasattr(GenerationConfig(), "use_mtp"), reason="this version of transformers has no such option"
+)
+def test_layers_that_draft_are_refused(mixed):
+    with pytest.raises(ValueError, match="use_mtp"):
+        mixed("llama").model.generate(tokens(1, 9), use_mtp=True, **GREEDY)
+
+
+def test_another_cache_beside_one_is_refused(mixed):
+    model, ids = mixed("llama").model, tokens(1, 9)
+    past = model.generate(ids, return_dict_in_generate=True, **GREEDY).past_key_values
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(tokens(1, 30), past_key_values=past, cache_implementation="quantized", **GREEDY)
