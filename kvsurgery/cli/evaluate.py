@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsurgery.cli.help import basic
 from kvsurgery.cli.options import Grouped, LocalPath
 from kvsurgery.cli.running import POSITIVE, quiet_transformers, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command("eval", cls=Grouped)
 @click.argument("folder", metavar="DIR", type=LocalPath())
-@click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id.")
+@basic(click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id."))
 @out_option("report")
 @task_options
 @click.option(
@@ -52,6 +53,8 @@ def evaluate(
     which must have been converted for that many processes.
 
     \b
+    kvsurgery eval ./llama3-duo --source ./llama3
+    kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 4K
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks longbench --longbench ./LongBench/data --batch 4
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K

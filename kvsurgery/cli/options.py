@@ -1,4 +1,4 @@
-"""Options as people write them: numbers with units, lists, and groups of options in --help."""
+"""Options as people write them: numbers with units, lists, and paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.errors import PolicyError, RecipeError
 
 
@@ -78,6 +80,12 @@ class Several(click.ParamType):
             return value
         return tuple(self.item.convert(part.strip(), param, ctx) for part in str(value).split(","))
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """What the last item may be, after those before it."""
+        *earlier, last = incomplete.split(",")
+        items = self.item.shell_complete(ctx, param, last)
+        return [CompletionItem(",".join([*earlier, item.value]), type=item.type) for item in items]
+
 
 class Bits(click.Choice):
     """Bits of a quantized cache, 16 where one that is not quantized can be chosen, and auto where layers can differ."""
@@ -90,11 +98,11 @@ class Bits(click.Choice):
         return int(choice) if choice.isdigit() else choice
 
 
-class Grouped(click.Command):
-    """A command whose --help shows its options in the groups that `in_group` puts them in."""
+class Grouped(HelpPage):
+    """A command whose error about a policy names the recipe's file, which may have the setting that is at fault."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; the error of a policy names the recipe's file, which may have the setting that is at fault.
+        """Run the command.
 
         Raises:
             PolicyError: as the command raises it.
@@ -106,37 +114,6 @@ class Grouped(click.Command):
             if path is None or isinstance(error, RecipeError):
                 raise
             raise PolicyError(f"{error} (with the recipe {path})") from error
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
-        for param in self.get_params(ctx):
-            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
-                groups.setdefault(getattr(param, "group", RUNNING), []).append(record)
-        groups[RUNNING] = groups.pop(RUNNING)  # the last one
-        for name, records in groups.items():
-            if records:
-                with formatter.section(name):
-                    formatter.write_dl(records)
-
-
-HEADS, CACHE, PROMPTS, DEVICES = "Heads", "Cache", "Long prompts", "Several devices"
-MEASUREMENT, TASKS, RUNNING = "Measurement", "Evaluation", "Running"
-# in this order, whatever that of the options is; others come before the last
-GROUPS = (HEADS, CACHE, PROMPTS, DEVICES, MEASUREMENT, TASKS, RUNNING)
-
-
-def in_group(name: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A decorator like all of these together, whose options stand in one group of --help."""
-
-    def decorate(command: Any) -> Any:
-        start = len(getattr(command, "__click_params__", ()))
-        for decorator in reversed(decorators):
-            command = decorator(command)
-        for param in command.__click_params__[start:]:
-            param.group = name
-        return command
-
-    return decorate
 
 
 def group_reduce_option(text: str) -> Callable[[Any], Any]:

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 from kvsurgery.cli.options import LocalPath
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=LocalPath())
 @click.option(
     "--out",

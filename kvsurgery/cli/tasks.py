@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import TASKS, LocalPath, Several, Tokens, in_group
+from kvsurgery.cli.help import TASKS, basic, in_group
+from kvsurgery.cli.options import LocalPath, Several, Tokens
 from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, seed_option
 from kvsurgery.cli.settings import foreign_options, given_settings, setting_options
 from kvsurgery.evaluate.tasks import task_classes
@@ -23,15 +24,17 @@ def task_options(command: Any) -> Any:
     """Add the options of the tasks and of a run; settings are grouped by the tasks that they belong to."""
     names = tuple(task_classes())
     run = (
-        click.option(
-            "--tasks",
-            type=Several(click.Choice(names)),
-            default="needle,passkey,perplexity",
-            show_default=True,
-            help=f"Any of {', '.join(names)}.",
-        ),
-        click.option(
-            "--limit", type=POSITIVE, help="Maximum number of samples of each task, or of each of its subtasks."
+        basic(
+            click.option(
+                "--tasks",
+                type=Several(click.Choice(names)),
+                default="needle,passkey,perplexity",
+                show_default=True,
+                help=f"Any of {', '.join(names)}.",
+            ),
+            click.option(
+                "--limit", type=POSITIVE, help="Maximum number of samples of each task, or of each of its subtasks."
+            ),
         ),
         click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Number of samples per batch."),
         click.option("--chunk", type=Tokens(1), help=f"{CHUNK_HELP.capitalize()}.  [default: (all)]"),
@@ -44,12 +47,14 @@ def task_options(command: Any) -> Any:
 
 def out_option(default: str) -> Callable[[Any], Any]:
     """The folder that an evaluation fills."""
-    return click.option(
-        "--out",
-        type=LocalPath(),
-        default=default,
-        show_default=True,
-        help="Output folder; an interrupted run continues there.",
+    return basic(
+        click.option(
+            "--out",
+            type=LocalPath(),
+            default=default,
+            show_default=True,
+            help="Output folder; an interrupted run continues there.",
+        )
     )
 
 

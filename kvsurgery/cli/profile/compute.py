@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import MEASUREMENT, Grouped, in_group
+from kvsurgery.cli.help import MEASUREMENT, in_group
+from kvsurgery.cli.options import Grouped
 from kvsurgery.cli.profile.saving import out_option
 from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.cli.running import (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvsurgery.cli.help import basic
 from kvsurgery.cli.options import LocalPath
 
 if TYPE_CHECKING:
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from kvsurgery.profile.head_profile import HeadProfile
 
 
-out_option = click.option("-o", "--out", required=True, type=LocalPath(), help="The profile to write, a new file.")
+out_option = basic(
+    click.option("-o", "--out", required=True, type=LocalPath(), help="The profile to write, a new file.")
+)
 
 
 def show_saved(profile: HeadProfile, out: Path) -> None:
