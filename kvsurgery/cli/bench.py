@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvsurgery.cli.help import HelpPage, basic
 from kvsurgery.bench.workload import WARM
+from kvsurgery.cli.help import HelpPage, basic
 from kvsurgery.cli.options import LocalPath, Several, Tokens
 from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, quiet_transformers, typed_command
 from kvsurgery.setting import CHUNK_HELP

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import LocalPath
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import LocalPath
 from kvsurgery.cli.running import chosen_dtype, dtype_option
 
