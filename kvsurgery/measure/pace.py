@@ -130,7 +130,7 @@ def fitted(minutes: float, candidates: Iterable[Candidate], count_name: str, lea
     if count < least:
         minutes_needed = math.ceil((candidate.ahead + least * candidate.each) / 60)
         raise TooLittleTime(
-            f"in {minutes:g} min there is time for `{count_name}` {max(count, 0)}, at least {least} are needed; "
+            f"in {minutes:g} min there is time for {max(count, 0)} {count_name}, at least {least} are needed; "
             f"give {minutes_needed} min",
             minutes_needed,
         )
