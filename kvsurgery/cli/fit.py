@@ -102,7 +102,7 @@ def fit(
 
     \b
     kvsurgery fit ./llama3 --profile P.safetensors --memory 24GB --context 128K
-    kvsurgery fit ./llama3 --profile P.safetensors --memory 24GB --context 128K --batch 4
+    kvsurgery fit --profile P.safetensors --memory 24GB --context 128K --batch 4
     kvsurgery fit ./llama3 --profile duo.safetensors --kv-measured losses.safetensors --memory 24GB --context 128K
     kvsurgery fit ./llama3 --profile r2.safetensors --memory 20GiB --context 32K --new-tokens 1K --plot fit.png
     kvsurgery fit ./llama3-70b --profile duo.safetensors --memory 80GB --context 128K --batch 4 --tp 8
