@@ -15,7 +15,7 @@ from kvsurgery.errors import ProfileError, TooLittleTime
 from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.gates import add_gradient, initial_gates
 from kvsurgery.measure.mesh import Mesh
-from kvsurgery.measure.methods.contexts import PASSKEYS
+from kvsurgery.measure.methods.contexts import PASSKEYS, roomy_passkeys
 from kvsurgery.measure.model import MeasuredModel, decoder_of
 from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 
@@ -23,7 +23,6 @@ from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 MOST_STEPS, WANTED_STEPS, LEAST_STEPS = GateOptions.steps, 400, 100
 LEAST_CONTEXT = 768  # tokens; prompts are not shortened any further
 TIMED_TOKENS = 512  # tokens of the prompt that is timed
-PASSKEY_ROOM = 100  # tokens that a passkey takes with the words around it
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,6 @@ def paced(
         )
     passkeys = fixed_lengths.passkeys or roomy_passkeys(shortest)
     return TrainingPlan(min(steps, MOST_STEPS), shortest, longest, passkeys)
-
-
-def roomy_passkeys(tokens: int) -> int:
-    """How many passkeys a prompt holds with text between them."""
-    return min(max(tokens // PASSKEY_ROOM, 1), PASSKEYS)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from kvsurgery.measure.prompts import Contexts
 
 PASSKEYS = 10  # in a prompt, where it has room
+PASSKEY_ROOM = 100  # tokens that a passkey takes with the words around it
+
+
+def roomy_passkeys(tokens: int) -> int:
+    """How many passkeys a prompt holds with text between them."""
+    return min(max(tokens // PASSKEY_ROOM, 1), PASSKEYS)
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,6 @@ class PasskeyMethod(ContextMethod):
         Raises:
             ProfileError: the tokenizer does not know the words around them.
         """
-        from kvsurgery.measure.pace import roomy_passkeys
         from kvsurgery.measure.passkeys import most_passkeys
 
         if self.passkeys is not None:
