@@ -22,6 +22,18 @@ class ProfileError(KVSurgeryError):
     """A head profile is malformed or belongs to another model."""
 
 
+class TooLittleTime(ProfileError):
+    """A measurement does not fit its time.
+
+    Attributes:
+        minutes: that are enough.
+    """
+
+    def __init__(self, message: str, minutes: int) -> None:
+        super().__init__(message)
+        self.minutes = minutes
+
+
 class TextError(KVSurgeryError):
     """A text, or what is to be asked about it, cannot be used: unreadable, too short, unknown to the tokenizer."""
 

@@ -23,6 +23,7 @@ class Setting:
         default: where the field's default is None, the value that it stands for, or words that describe it.
         tokens: whether integers are numbers of tokens, which people write as 4K.
         least: the smallest value of other integers.
+        basic: whether it is among the few that --help shows.
     """
 
     option: str
@@ -30,24 +31,32 @@ class Setting:
     default: str | int | None = None
     tokens: bool = False
     least: int = 1
+    basic: bool = False
 
 
 def setting(
-    value: Any, option: str, text: str, *, default: str | int | None = None, tokens: bool = False, least: int = 1
+    value: Any,
+    option: str,
+    text: str,
+    *,
+    default: str | int | None = None,
+    tokens: bool = False,
+    least: int = 1,
+    basic: bool = False,
 ) -> Any:
     """A dataclass field with the default `value` that commands offer as an option: see `Setting`."""
-    return field(default=value, metadata={_KEY: Setting(option, text, default, tokens, least)})
+    return field(default=value, metadata={_KEY: Setting(option, text, default, tokens, least, basic)})
 
 
 def lengths_setting() -> Any:
     """The lengths of prompts, by default what `default_lengths` gives."""
-    return setting(None, "lengths", "prompt lengths in tokens", default="five up to 32000", tokens=True)
+    return setting(None, "lengths", "prompt lengths in tokens", default="five up to 32000", tokens=True, basic=True)
 
 
 def text_setting() -> Any:
     """The text of prompts, as `Haystack.read` takes it."""
     help_text = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config]"
-    return setting(None, "text", help_text, default="generated")
+    return setting(None, "text", help_text, default="generated", basic=True)
 
 
 def samples_setting(value: int | None = None, default: str | int | None = THERE) -> Any:

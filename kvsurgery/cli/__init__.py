@@ -9,28 +9,28 @@ import sys
 
 import click
 
-from kvsurgery.cli.options import SuggestingGroup
+from kvsurgery.cli.help import HelpGroup
 from kvsurgery.errors import Interrupted, KVSurgeryError, RecipeError
 from kvsurgery.version import __version__
 
 LONGEST = 1000  # characters of an error
-# name -> (module, one line for --help); the module holds a click command of its own name
+# in the order of work: name -> (module, one line for --help); the module holds a click command of its own name
 COMMANDS = {
-    "bench": ("bench", "Compare time and memory with the original."),
-    "convert": ("convert", "Rewrite a checkpoint according to a head profile."),
-    "eval": ("evaluate", "Compare a converted checkpoint's answers with the original's."),
-    "fit": ("fit", "Find the least harmful policy that fits a memory budget."),
-    "inspect": ("inspect", "Describe a checkpoint and its conversion."),
     "profile": ("profile", "Measure, import, show, compare and merge head profiles."),
-    "push": ("push", "Verify a converted checkpoint and upload it to the Hub."),
-    "report": ("report", "Write a page of results, or compare several checkpoints on one."),
-    "revert": ("revert", "Restore the original checkpoint, byte for byte."),
-    "sweep": ("sweep", "Evaluate many policies and plot quality against KV bytes."),
+    "fit": ("fit", "Find the least harmful policy that fits a memory budget."),
+    "convert": ("convert", "Rewrite a checkpoint according to a head profile."),
     "verify": ("verify", "Check a converted checkpoint against its provenance."),
+    "inspect": ("inspect", "Describe a checkpoint and its conversion."),
+    "eval": ("evaluate", "Compare a converted checkpoint's answers with the original's."),
+    "bench": ("bench", "Compare time and memory with the original."),
+    "sweep": ("sweep", "Evaluate many policies and plot quality against KV bytes."),
+    "report": ("report", "Write a page of results, or compare several checkpoints on one."),
+    "push": ("push", "Verify a converted checkpoint and upload it to the Hub."),
+    "revert": ("revert", "Restore the original checkpoint, byte for byte."),
 }
 
 
-class LazyGroup(SuggestingGroup):
+class LazyGroup(HelpGroup):
     """A group that imports a command's module only when that command runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -65,7 +65,7 @@ def cli() -> None:
     """Rewrite checkpoints so that each attention head has a KV cache of its own size.
 
     \b
-    kvsurgery profile import duo full_attention_heads.tsv --model ./llama3 -o duo.safetensors
+    kvsurgery profile import duo heads.tsv --model ./llama3 -o duo.safetensors
     kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo
     kvsurgery verify ./llama3-duo
     """

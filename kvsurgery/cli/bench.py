@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvsurgery.bench.workload import WARM
+from kvsurgery.cli.help import HelpPage, basic
 from kvsurgery.cli.options import LocalPath, Several, Tokens
 from kvsurgery.cli.running import (
     POSITIVE,
@@ -31,22 +32,26 @@ if TYPE_CHECKING:
 NOTHING = "-"  # in place of what was not measured
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("folder", metavar="DIR", type=LocalPath())
-@click.option(
-    "--source",
-    metavar="SRC",
-    help="The original: a folder or a Hub id.  [default: (the stock class, loaded with DIR's weights)]",
+@basic(
+    click.option(
+        "--source",
+        metavar="SRC",
+        help="The original: a folder or a Hub id.  [default: (the stock class, loaded with DIR's weights)]",
+    )
 )
-@device_option
+@basic(device_option)
 @dtype_option
 @trust_remote_code_option
-@click.option(
-    "--lengths",
-    type=Several(Tokens(1)),
-    help="Prompt lengths in tokens.  [default: (512,1K,2K,4K on a CPU, 4K,16K,64K on a GPU, up to the context)]",
+@basic(
+    click.option(
+        "--lengths",
+        type=Several(Tokens(1)),
+        help="Prompt lengths in tokens.  [default: (512,1K,2K,4K on a CPU, 4K,16K,64K on a GPU, up to the context)]",
+    ),
+    click.option("--batches", type=Several(POSITIVE), default="1", show_default=True, help="Prompts read together."),
 )
-@click.option("--batches", type=Several(POSITIVE), default="1", show_default=True, help="Prompts read together.")
 @click.option(
     "--new-tokens",
     "new",
@@ -61,7 +66,7 @@ NOTHING = "-"  # in place of what was not measured
     help=f"{CHUNK_HELP.capitalize()}.  [default: (512 on a CPU, 2K on a GPU)]",
 )
 @click.option("--rounds", type=POSITIVE, default=3, show_default=True, help="Number of rounds, after a warm-up.")
-@click.option("--out", type=LocalPath(), help="Folder for bench.json, bench.csv, bench.png and a report page.")
+@basic(click.option("--out", type=LocalPath(), help="Folder for bench.json, bench.csv, bench.png and a report page."))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     folder: Path,
@@ -97,6 +102,7 @@ def bench(
 
     \b
     kvsurgery bench ./llama3-duo
+    kvsurgery bench ./llama3-duo --lengths 4K,16K --out report/
     kvsurgery bench ./llama3-duo --device cuda --lengths 16K,64K,128K --batches 1,4 --out report/
     torchrun --nproc-per-node 4 -m kvsurgery bench ./llama3-tp4 --out report/
     """

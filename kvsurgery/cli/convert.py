@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, HEADS, Grouped, LocalPath, Size, Tokens, flag, in_group
+from kvsurgery.cli.help import CACHE, HEADS, basic, in_group
+from kvsurgery.cli.options import Grouped, LocalPath, Size, Tokens, flag
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
     profile_option,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @click.command(cls=Grouped)
 @click.argument("source", metavar="[SRC]", required=False)
 @in_group(HEADS, profile_option)
-@click.option("--out", type=LocalPath(), help="Output folder; must be empty or hold an unfinished run.")
+@basic(click.option("--out", type=LocalPath(), help="Output folder; must be empty or hold an unfinished run."))
 @click.option(
     "--overwrite",
     is_flag=True,
@@ -42,18 +43,21 @@ if TYPE_CHECKING:
 @recipe_options
 @in_group(
     CACHE,
-    click.option(
-        "--fit",
-        "fit_memory",
-        type=Size(),
-        help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy whose weights, KV cache "
-        "and workspace fit this memory, such as 24GB or 24GiB, of each device. `kvsurgery fit` shows the choice.",
-    ),
-    click.option(
-        "--context",
-        "fit_context",
-        type=Tokens(),
-        help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.",
+    basic(
+        click.option(
+            "--fit",
+            "fit_memory",
+            type=Size(),
+            help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy whose weights, KV "
+            "cache and workspace fit this memory, such as 24GB or 24GiB, of each device. `kvsurgery fit` shows the "
+            "choice.",
+        ),
+        click.option(
+            "--context",
+            "fit_context",
+            type=Tokens(),
+            help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.",
+        ),
     ),
     click.option("--batch", "fit_batch", type=int, help="With --fit: number of sequences at a time.  [default: 1]"),
     click.option(
@@ -75,8 +79,12 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Number of threads that move bytes, or of connections.  [default: (4, 8 with --stream)]",
 )
-@click.option(
-    "--dry-run", is_flag=True, help="Print the plan and write nothing; for a Hub id, only the headers are downloaded."
+@basic(
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Print the plan and write nothing; for a Hub id, only the headers are downloaded.",
+    )
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def convert(
@@ -104,12 +112,12 @@ def convert(
 
     \b
     kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo
+    kvsurgery convert ./llama3 --kv-bits 4 --out ./llama3-kv4
     kvsurgery convert ./llama3 --profile hf://owner/profiles/duo.safetensors@v1.0 --out ./llama3-duo
     kvsurgery convert meta-llama/Llama-3.1-70B --stream --profile duo.safetensors --out ./llama3-duo
     kvsurgery convert --profile duo.safetensors --sparsity 0.25 --dry-run
     kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv
     kvsurgery convert ./llama3 --budgets-from lu-kv.safetensors --budget 2048 --out ./llama3-lukv
-    kvsurgery convert ./llama3 --kv-bits 4 --out ./llama3-kv4
     kvsurgery convert ./llama3 --profile duo.safetensors --kv-bits 4 --kv-check book.txt --out ./llama3-duo-kv4
     kvsurgery convert ./llama3 --profile duo.safetensors --fit 24GB --context 128K --batch 4 --out ./llama3-24gb
     kvsurgery convert ./llama3 --profile duo.safetensors --tp 4 --out ./llama3-tp4

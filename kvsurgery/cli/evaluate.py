@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import TASKS, Grouped, LocalPath, in_group
+from kvsurgery.cli.help import TASKS, basic, in_group
+from kvsurgery.cli.options import Grouped, LocalPath
 from kvsurgery.cli.running import POSITIVE, quiet_transformers, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.errors import KVSurgeryError
@@ -24,15 +25,17 @@ NOTHING = "-"  # in place of what was not measured
 
 @click.command("eval", cls=Grouped)
 @click.argument("folder", metavar="DIR", type=LocalPath())
-@click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id.")
+@basic(click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id."))
 @out_option("report")
 @in_group(
     TASKS,
-    click.option(
-        "--quick",
-        is_flag=True,
-        help="Ask only 8 needles, in text twice as long as what a head keeps: whether a small model is still good, in "
-        "about two minutes on one core. Further options change what is asked.",
+    basic(
+        click.option(
+            "--quick",
+            is_flag=True,
+            help="Ask only 8 needles, in text twice as long as what a head keeps: whether a small model is still good, "
+            "in about two minutes on one core. Further options change what is asked.",
+        )
     ),
 )
 @task_options
@@ -65,6 +68,7 @@ def evaluate(
 
     \b
     kvsurgery eval ./llama3-duo --source ./llama3 --quick
+    kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 4K
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks longbench --longbench ./LongBench/data --batch 4
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K

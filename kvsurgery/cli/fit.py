@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, HEADS, Grouped, LocalPath, Size, Tokens, in_group
+from kvsurgery.cli.help import CACHE, HEADS, basic, in_group
+from kvsurgery.cli.options import Grouped, LocalPath, Size, Tokens
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
     fit_options,
@@ -38,13 +39,18 @@ ALTERNATIVES = 3
 @revision_option
 @in_group(
     CACHE,
-    click.option(
-        "--memory", type=Size(), required=True, help="Memory of a device: 24GB is 24 x 10^9 bytes, 24GiB is 24 x 2^30."
+    basic(
+        click.option(
+            "--memory",
+            type=Size(),
+            required=True,
+            help="Memory of a device: 24GB is 24 x 10^9 bytes, 24GiB is 24 x 2^30.",
+        ),
+        click.option(
+            "--context", type=Tokens(), required=True, help="Tokens of a sequence, prompt and answer; 128K is 131072."
+        ),
+        click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences at a time."),
     ),
-    click.option(
-        "--context", type=Tokens(), required=True, help="Tokens of a sequence, prompt and answer; 128K is 131072."
-    ),
-    click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences at a time."),
     click.option(
         "--new-tokens",
         type=Tokens(),
@@ -95,7 +101,8 @@ def fit(
     step.
 
     \b
-    kvsurgery fit ./llama3 --profile duo.safetensors --memory 24GB --context 128K --batch 4
+    kvsurgery fit ./llama3 --profile P.safetensors --memory 24GB --context 128K
+    kvsurgery fit --profile P.safetensors --memory 24GB --context 128K --batch 4
     kvsurgery fit ./llama3 --profile duo.safetensors --kv-measured losses.safetensors --memory 24GB --context 128K
     kvsurgery fit ./llama3 --profile r2.safetensors --memory 20GiB --context 32K --new-tokens 1K --plot fit.png
     kvsurgery fit ./llama3-70b --profile duo.safetensors --memory 80GB --context 128K --batch 4 --tp 8

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.running import check_revision, revision_option
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.inspection import Facts, Surgery
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("source", metavar="SRC")
 @revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -1,16 +1,17 @@
-"""Options as people write them: numbers with units, lists, and groups of options in --help."""
+"""Options as people write them: numbers with units, lists, and paths."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.errors import PolicyError, RecipeError
 
 
@@ -79,6 +80,12 @@ class Several(click.ParamType):
             return value
         return tuple(self.item.convert(part.strip(), param, ctx) for part in str(value).split(","))
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """What the last item may be, after those before it."""
+        *earlier, last = incomplete.split(",")
+        items = self.item.shell_complete(ctx, param, last)
+        return [CompletionItem(",".join([*earlier, item.value]), type=item.type) for item in items]
+
 
 class Bits(click.Choice):
     """Bits of a quantized cache, 16 where one that is not quantized can be chosen, and auto where layers can differ."""
@@ -91,35 +98,11 @@ class Bits(click.Choice):
         return int(choice) if choice.isdigit() else choice
 
 
-class SuggestingGroup(click.Group):
-    """A group that knows which of its commands a mistyped name may mean."""
-
-    def candidates(self, ctx: click.Context) -> dict[str, str]:
-        """What can be meant, by the names that are typed."""
-        return {name: name for name in self.list_commands(ctx)}
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that was typed.
-
-        Raises:
-            UsageError: there is none; it names the most similar one.
-        """
-        name = args[0]
-        if not name.startswith("-") and self.get_command(ctx, name) is None:
-            candidates = self.candidates(ctx)
-            similar_names = get_close_matches(name, candidates, n=1)
-            hint = f" Did you mean `{ctx.command_path} {candidates[similar_names[0]]}`?" if similar_names else ""
-            ctx.fail(f"No such command {name!r}.{hint}")
-        return super().resolve_command(ctx, args)
-
-
-class Grouped(click.Command):
-    """A command whose --help shows its options in the groups that `in_group` puts them in."""
+class Grouped(HelpPage):
+    """A command whose error about a policy names the recipe's file, which may have the setting that is at fault."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; the error of a policy names the recipe's file, which may have the setting that is at fault.
+        """Run the command.
 
         Raises:
             PolicyError: as the command raises it.
@@ -131,37 +114,6 @@ class Grouped(click.Command):
             if path is None or isinstance(error, RecipeError):
                 raise
             raise PolicyError(f"{error} (with the recipe {path})") from error
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
-        for param in self.get_params(ctx):
-            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
-                groups.setdefault(getattr(param, "group", RUNNING), []).append(record)
-        groups[RUNNING] = groups.pop(RUNNING)  # the last one
-        for name, records in groups.items():
-            if records:
-                with formatter.section(name):
-                    formatter.write_dl(records)
-
-
-HEADS, CACHE, PROMPTS, DEVICES = "Heads", "Cache", "Long prompts", "Several devices"
-MEASUREMENT, TASKS, RUNNING = "Measurement", "Evaluation", "Running"
-# in this order, whatever that of the options is; others come before the last
-GROUPS = (HEADS, CACHE, PROMPTS, DEVICES, MEASUREMENT, TASKS, RUNNING)
-
-
-def in_group(name: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A decorator like all of these together, whose options stand in one group of --help."""
-
-    def decorate(command: Any) -> Any:
-        start = len(getattr(command, "__click_params__", ()))
-        for decorator in reversed(decorators):
-            command = decorator(command)
-        for param in command.__click_params__[start:]:
-            param.group = name
-        return command
-
-    return decorate
 
 
 def group_reduce_option(text: str) -> Callable[[Any], Any]:

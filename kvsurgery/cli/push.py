@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import LocalPath
 from kvsurgery.system.repo_id import is_repo_name
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("folder", metavar="DIR", type=LocalPath())
 @click.argument("repo_id")
 @click.option("--private", is_flag=True, help="Create a private repository; an existing public one is refused.")

@@ -10,19 +10,8 @@ from typing import Any, get_args
 
 import click
 
-from kvsurgery.cli.options import (
-    CACHE,
-    DEVICES,
-    HEADS,
-    PROMPTS,
-    RUNNING,
-    Bits,
-    LocalPath,
-    Several,
-    Tokens,
-    flag,
-    in_group,
-)
+from kvsurgery.cli.help import CACHE, DEVICES, HEADS, PROMPTS, RUNNING, basic, in_group
+from kvsurgery.cli.options import Bits, LocalPath, Several, Tokens, flag
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.heads.kinds import Rest
 from kvsurgery.recipe import CHOICES, Demand, Recipe
@@ -40,10 +29,10 @@ NOT_SWEPT = ("threshold", "kv_budget")
 DECIDED = (*CHOICES, "budget", "kv_bits", "kv_budget")
 # what options stand for that are given without a value
 BARE = {"hold": 32}
-# group -> field of a recipe -> its type, and what it says; `method` is short for others
-FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
+# group -> field of a recipe -> its type, what it says, and `basic` if it is; `method` is short for others
+FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     HEADS: {
-        "sparsity": (float, "Share of KV heads that are not full.  [default: (0.5 with GQA, 0.75 without)]"),
+        "sparsity": (float, "Share of KV heads that are not full.  [default: (0.5 with GQA, 0.75 without)]", basic),
         "threshold": (float, "Instead of --sparsity: heads with this score or more are full."),
         "full_heads": (int, "Instead of --sparsity: the number of full KV heads over the whole model."),
         "method": (
@@ -61,8 +50,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         ),
     },
     CACHE: {
-        "sink": (Tokens(), "First tokens that a streaming head keeps."),
-        "recent": (Tokens(), "Latest tokens that a streaming head keeps."),
+        "sink": (Tokens(), "First tokens that a streaming head keeps.", basic),
+        "recent": (Tokens(), "Latest tokens that a streaming head keeps.", basic),
         "budgets_from": (
             click.Path(),
             "The head profile whose scores decide the budgets, such as the shares of LU-KV or WG-KV: a file or an "
@@ -72,6 +61,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             Tokens(),
             "Tokens of a prompt that a budgeted head keeps on average, in addition to the observation window: a "
             'published "KV = 128" is --budget 120 --window 8.  [default: (what a profile of budgets says)]',
+            basic,
         ),
         "beta": (
             float,
@@ -99,6 +89,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             Bits(8, 4, 3, 2, "auto"),
             "Bits per stored key and value of full and budgeted heads, except for the newest tokens; auto chooses a "
             "width for each layer, with --kv-budget and --kv-measured.  [default: (the model's dtype)]",
+            basic,
         ),
         "kv_budget": (float, "With --kv-bits auto: the largest average number of bits per stored value."),
         "kv_scheme": (
@@ -180,7 +171,7 @@ def sweep_options(command: Any) -> Any:
 def _fields(command: Any, excluded: Container[str] = (), swept: Container[str] = ()) -> Any:
     """Add `--recipe` and the options of all fields but some, and of some with several values."""
     for group, names in FIELDS.items():
-        if options := [_option(name, *names[name], name in swept) for name in names if name not in excluded]:
+        if options := [_option(name, name in swept, *names[name]) for name in names if name not in excluded]:
             command = in_group(group, *options)(command)
     return recipe_file(command)
 
@@ -193,27 +184,35 @@ def reform_options(command: Any) -> Any:
 
 def recipe_file(command: Any) -> Any:
     """Add `--recipe`."""
-    return click.option(
-        "--recipe",
-        "recipe_path",
-        type=LocalPath(),
-        help="A TOML file with these options; options on the command line override it.",
+    return basic(
+        click.option(
+            "--recipe",
+            "recipe_path",
+            type=LocalPath(),
+            help="A TOML file with these options; options on the command line override it.",
+        )
     )(command)
 
 
 save_recipe_option = click.option("--save-recipe", type=LocalPath(), help="Write the complete recipe to a TOML file.")
-profile_option = click.option(
-    "--profile",
-    "profile_paths",
-    multiple=True,
-    metavar="PROFILE",
-    help="The head profile: a file, or hf://owner/repo/path[@revision]. For long prompts add a reform profile, or give "
-    "only that. Without one, here or in the recipe, `convert --kv-bits` quantizes the cache of every head.",
+profile_option = basic(
+    click.option(
+        "--profile",
+        "profile_paths",
+        multiple=True,
+        metavar="PROFILE",
+        help="The head profile: a file, or hf://owner/repo/path[@revision]. For long prompts add a reform profile, or "
+        "give only that. Without one, here or in the recipe, `convert --kv-bits` quantizes the cache of every head.",
+    )
 )
 
 
-def _option(name: str, kind: Any, text: str, is_list: bool) -> Callable[[Any], Any]:
-    """The option of a recipe's field, which takes one value or several."""
+def _option(
+    name: str, is_list: bool, kind: Any, text: str, mark: Callable[..., Callable[[Any], Any]] | None = None
+) -> Callable[[Any], Any]:
+    """The option of a recipe's field, which takes one value or several, and which `mark` makes a basic one."""
+    if mark is not None:
+        return mark(_option(name, is_list, kind, text))
     if is_list:
         kind, text = SWEPT_BITS if name == "kv_bits" else (kind, text)
         kind = Several(click.types.convert_type(kind))

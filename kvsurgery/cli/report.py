@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import LocalPath
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=LocalPath())
 @click.option(
     "--out",

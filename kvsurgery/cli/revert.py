@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import LocalPath
 from kvsurgery.cli.running import typed_command
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option(
     "--out",

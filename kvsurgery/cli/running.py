@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -60,8 +61,21 @@ def typed_command(without: str | None = None, more: Sequence[str] = ()) -> str:
     return shlex.join(["kvsurgery", *(word for word in sys.argv[1:] if word != without), *more])
 
 
+def with_value(option: str, value: object) -> str:
+    """The command as it was typed, with another value of an option."""
+    words, rest = [], iter(sys.argv[1:])
+    for word in rest:
+        if word == option:
+            next(rest, None)
+        elif not word.startswith(f"{option}="):
+            words.append(word)
+    return shlex.join(["kvsurgery", *words, option, str(value)])
+
+
 def quiet_transformers() -> None:
-    """Keep the warnings and progress bars of transformers off stderr."""
+    """Load transformers, which takes seconds and is said first, and keep its warnings and progress bars off stderr."""
+    if "transformers" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        click.echo("loading torch and transformers", err=True)
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.options import LocalPath, Several, Tokens, flag, in_group
+from kvsurgery.cli.help import basic, in_group
+from kvsurgery.cli.options import LocalPath, Several, Tokens, flag
 from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.setting import Setting, settings_of
 
@@ -114,7 +115,7 @@ def _option(name: str, entries: list[_Entry]) -> Callable[[Any], Any]:
         default_text = f"({_with_owners({default.strip('()'): owners for default, owners in defaults.items()})})"
     kind, [value, *more] = entries[0].type, {entry.value for entry in entries}
     has_plain_default = not more and isinstance(value, str | int) and not isinstance(value, bool)
-    return click.option(
+    option = click.option(
         flag(name),
         name,
         type=kind,
@@ -122,6 +123,7 @@ def _option(name: str, entries: list[_Entry]) -> Callable[[Any], Any]:
         default=str(value) if has_plain_default else None,
         help=in_flags(f"{text}.{default_text and f'  [default: {default_text}]'}"),
     )
+    return basic(option) if any(entry.setting.basic for entry in entries) else option
 
 
 def _owners(pairs: Iterable[tuple[str, _Entry]]) -> dict[str, list[str]]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import HEADS, Grouped, flag, in_group
+from kvsurgery.cli.help import HEADS, in_group
+from kvsurgery.cli.options import Grouped, flag
 from kvsurgery.cli.recipe_options import AXES, in_flags, profile_option, recipe_of, sweep_options
 from kvsurgery.cli.running import quiet_transformers, revision_option, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
@@ -53,8 +54,9 @@ def sweep(
     axis, only new settings are computed.
 
     \b
-    kvsurgery sweep ./llama3 --profile duo.safetensors --sparsity 0.25,0.5,0.75 --kv-bits 16,4 --tasks needle
+    kvsurgery sweep ./llama3 --profile P.safetensors --sparsity 0.25,0.5,0.75
     kvsurgery sweep ./llama3 --kv-bits 8,4,3,2 --tasks perplexity --text book.txt
+    kvsurgery sweep ./llama3 --profile duo.safetensors --sparsity 0.25,0.5,0.75 --kv-bits 16,4 --tasks needle
     kvsurgery sweep ./llama3 --profile duo.safetensors --sink 4,64 --recent 256,1K --tasks perplexity --text book.txt
     kvsurgery sweep ./llama3 --profile r2.safetensors --budget 64,128,256,512,1024 --beta 1.05,1.2,2 --tasks ruler
     """

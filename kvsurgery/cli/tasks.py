@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import TASKS, LocalPath, Several, Tokens, in_group
+from kvsurgery.cli.help import TASKS, basic, in_group
+from kvsurgery.cli.options import LocalPath, Several, Tokens
 from kvsurgery.cli.running import (
     POSITIVE,
     chosen_dtype,
@@ -30,12 +31,14 @@ def task_options(command: Any) -> Any:
     """Add the options of the tasks and of a run; settings are grouped by the tasks that they belong to."""
     names = tuple(task_classes())
     run = (
-        click.option(
-            "--tasks",
-            type=Several(click.Choice(names)),
-            default="needle,passkey,perplexity",
-            show_default=True,
-            help=f"Any of {', '.join(names)}.",
+        basic(
+            click.option(
+                "--tasks",
+                type=Several(click.Choice(names)),
+                default="needle,passkey,perplexity",
+                show_default=True,
+                help=f"Any of {', '.join(names)}.",
+            )
         ),
         click.option(
             "--limit",
@@ -54,12 +57,14 @@ def task_options(command: Any) -> Any:
 
 def out_option(default: str) -> Callable[[Any], Any]:
     """The folder that an evaluation fills."""
-    return click.option(
-        "--out",
-        type=LocalPath(),
-        default=default,
-        show_default=True,
-        help="Output folder; an interrupted run continues there.",
+    return basic(
+        click.option(
+            "--out",
+            type=LocalPath(),
+            default=default,
+            show_default=True,
+            help="Output folder; an interrupted run continues there.",
+        )
     )
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import LocalPath
 from kvsurgery.cli.running import chosen_dtype, dtype_option
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option("--source", metavar="SRC", help="Also compare with the original: a folder or a Hub id.")
 @click.option(

@@ -7,8 +7,9 @@ kept for each width. Then one head at a time is quantized or made streaming. At 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -119,6 +120,27 @@ def cache_losses(
         fingerprint=measured.source_fingerprint,
         provenance={"data": dict(data), **asdict(sizes), "tool": TOOL},
     )
+
+
+def passage_seconds(measured: MeasuredModel, sizes: TrialSizes) -> float:
+    """About how long one passage takes here, from a few of its many caches."""
+    sizes.check()
+    ids = np.arange(sizes.length) % measured.model.config.get_text_config().vocab_size
+    layers = measured.full_layers()
+    measuring = _Measuring(measured, layers, replace(sizes, passages=1), silent, Mesh())
+    start_time = time.perf_counter()
+    measuring.read(ids, ())
+    read_seconds = time.perf_counter() - start_time
+    [trial] = measuring.trials
+    heads = []
+    for head in range(measuring.shape[1]):
+        heads.append(measuring._uniform_changes(EXACT))
+        heads[-1][layers[len(layers) // 2], head] = len(measuring.caches)
+    rows = torch.from_numpy(np.stack(heads))
+    start_time = time.perf_counter()
+    trial.divergence(rows, sizes.alone)
+    token_seconds = (time.perf_counter() - start_time) / (len(rows) * sizes.alone)
+    return read_seconds + measuring.total * token_seconds
 
 
 class _Measuring:

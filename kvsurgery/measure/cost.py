@@ -11,8 +11,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.measure.gate_options import GateOptions
-from kvsurgery.measure.methods.attention import Attention
-from kvsurgery.measure.methods.reform import Reform
+from kvsurgery.measure.methods import attention, reform
 from kvsurgery.text.lengths import DEPTHS, LONGEST_PROMPT, SHORTEST_PROMPT, default_lengths
 
 # an H100's 989 TFLOP/s in bfloat16, of which 40% are reached
@@ -75,10 +74,10 @@ def _prompts(max_context: int) -> Iterator[tuple[str, list[int]]]:
     """Of each method, the tokens of every prompt."""
     longest = min(LONGEST_PROMPT, max_context)
     shortest = min(SHORTEST_PROMPT, longest)
-    for method, count in (("duo", GateOptions.steps), ("attention", Attention.samples)):
+    for method, count in (("duo", GateOptions.steps), ("attention", attention.SAMPLES)):
         yield method, [shortest + (longest - shortest) * place // max(count - 1, 1) for place in range(count)]
     yield "headkv-*", [length for length in default_lengths(max_context) for _ in range(NEEDLES_IN_SET * len(DEPTHS))]
-    yield "reform", 2 * Reform.samples * [min(Reform.context, max_context)]
+    yield "reform", 2 * reform.SAMPLES * [min(reform.CONTEXT, max_context)]
 
 
 def _multiplied_weights(tensor: Tensor, checkpoint: Checkpoint) -> int:

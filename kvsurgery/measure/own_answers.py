@@ -7,6 +7,7 @@ answers once, and the gates are trained as DuoAttention's are, over the tokens o
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -140,6 +141,22 @@ def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterat
         for prompt, answer in zip(batch, sequences[:, width:].tolist(), strict=True):
             end = next((place for place, token in enumerate(answer) if token in ends), len(answer))
             yield Answer(prompt, answer[: min(end, contexts.longest - len(prompt))])
+
+
+@torch.no_grad()
+def token_seconds(measured: MeasuredModel, tokens: int) -> float:
+    """How long a token of each answer of a batch takes here."""
+    prompt = torch.ones(TOGETHER, 64, dtype=torch.int64, device=measured.model.device)
+    start_time = time.perf_counter()
+    measured.model.generate(  # ty: ignore[not-callable]  # it is GenerationMixin's
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        pad_token_id=0,
+        do_sample=False,
+    )
+    return (time.perf_counter() - start_time) / tokens
 
 
 def read_answers(path: Path) -> list[Answer]:

@@ -1,21 +1,21 @@
-"""How long a training of gates takes here, and what a number of minutes is enough for."""
+"""How long measurements take here, and what a number of minutes is enough for."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvsurgery.errors import ProfileError
+from kvsurgery.errors import ProfileError, TooLittleTime
 from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.gates import add_gradient, initial_gates
 from kvsurgery.measure.mesh import Mesh
-from kvsurgery.measure.methods.contexts import PASSKEYS
+from kvsurgery.measure.methods.contexts import PASSKEYS, roomy_passkeys
 from kvsurgery.measure.model import MeasuredModel, decoder_of
 from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 
@@ -23,7 +23,6 @@ from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 MOST_STEPS, WANTED_STEPS, LEAST_STEPS = GateOptions.steps, 400, 100
 LEAST_CONTEXT = 768  # tokens; prompts are not shortened any further
 TIMED_TOKENS = 512  # tokens of the prompt that is timed
-PASSKEY_ROOM = 100  # tokens that a passkey takes with the words around it
 
 
 @dataclass(frozen=True)
@@ -76,23 +75,68 @@ def paced(
     Raises:
         ProfileError: there is time for fewer than 100 steps of the shortest prompts.
     """
-    for shortest, longest in _candidates(most_tokens, fixed_lengths, window):
-        lengths = np.linspace(shortest, longest, 9).astype(int).tolist()
-        step = float(np.mean([seconds(length) for length in lengths]))
+    for shortest, longest in length_pairs(most_tokens, fixed_lengths, window):
+        step = mean_seconds(seconds, shortest, longest)
         steps = int(60 * minutes / step + 1e-6)  # whole steps are not lost to rounding
         if steps >= WANTED_STEPS:
             break
     if steps < LEAST_STEPS:
         minutes_needed = math.ceil(LEAST_STEPS * step / 60)
-        raise ProfileError(
+        raise TooLittleTime(
             f"in {minutes:g} min there is time for {steps} steps with prompts of {shortest} to {longest} tokens, but "
-            f"training gates takes at least {LEAST_STEPS} steps; give {minutes_needed} min"
+            f"training gates takes at least {LEAST_STEPS} steps; give {minutes_needed} min",
+            minutes_needed,
         )
-    passkeys = fixed_lengths.passkeys or min(max(shortest // PASSKEY_ROOM, 1), PASSKEYS)
+    passkeys = fixed_lengths.passkeys or roomy_passkeys(shortest)
     return TrainingPlan(min(steps, MOST_STEPS), shortest, longest, passkeys)
 
 
-def _candidates(most_tokens: int, fixed_lengths: Lengths, window: int) -> Iterator[tuple[int, int]]:
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that could be measured with.
+
+    Attributes:
+        settings: by name.
+        each: seconds of a sample.
+        ahead: seconds that pass before the first one.
+    """
+
+    settings: Mapping[str, Any]
+    each: float
+    ahead: float = 0.0
+
+
+def fitted(minutes: float, candidates: Iterable[Candidate], count_name: str, least: int, most: int) -> dict[str, Any]:
+    """The settings of the first candidate with time for the most samples, or else of the last, and how many fit.
+
+    Args:
+        candidates: one or more, each faster than the one before.
+        count_name: the setting that is the number of samples.
+        least, most: of them.
+
+    Raises:
+        TooLittleTime: fewer than the least fit.
+    """
+    for candidate in candidates:
+        count = int((60 * minutes - candidate.ahead) / candidate.each + 1e-6)
+        if count >= most:
+            break
+    if count < least:
+        minutes_needed = math.ceil((candidate.ahead + least * candidate.each) / 60)
+        raise TooLittleTime(
+            f"in {minutes:g} min there is time for {max(count, 0)} {count_name}, at least {least} are needed; "
+            f"give {minutes_needed} min",
+            minutes_needed,
+        )
+    return {**candidate.settings, count_name: min(count, most)}
+
+
+def mean_seconds(seconds: Callable[[int], float], shortest: int, longest: int) -> float:
+    """Seconds of a prompt on average, where lengths go from the shortest to the longest."""
+    return float(np.mean([seconds(length) for length in np.linspace(shortest, longest, 9).astype(int).tolist()]))
+
+
+def length_pairs(most_tokens: int, fixed_lengths: Lengths, window: int) -> Iterator[tuple[int, int]]:
     """Shortest and longest prompt, each pair half as long as the one before."""
     longest = fixed_lengths.max_context or min(LONGEST_PROMPT, most_tokens)
     min_longest = (
@@ -106,27 +150,44 @@ def _candidates(most_tokens: int, fixed_lengths: Lengths, window: int) -> Iterat
 
 
 def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mesh()) -> Callable[[int], float]:
-    """Time one step, and say how long others take, by tokens of their prompts.
+    """Time one step, and say how long others take, by tokens of their prompts."""
+    tokens = min(max(TIMED_TOKENS, options.sink + options.recent + 2), measured.max_context)
+    ids = torch.arange(tokens)[None] % measured.model.config.get_text_config().vocab_size
+    targets = torch.zeros_like(ids, dtype=torch.bool)
+    targets[:, -tokens // 16 :] = True
+    sizes = {"sink": options.sink, "recent": options.recent}
+
+    def step() -> None:
+        gates = initial_gates(measured)
+        gates.grad = torch.zeros_like(gates)
+        add_gradient(measured, gates, ids, targets, options.loss, mesh, **sizes).item()
+
+    seconds, share = scaled_seconds(measured, tokens, step, mesh), len(mesh.share(options.batch))
+    return lambda length: share * seconds(length)
+
+
+def scaled_seconds(
+    measured: MeasuredModel, tokens: int, work: Callable[[], object], mesh: Mesh = Mesh()
+) -> Callable[[int], float]:
+    """Time some work on a prompt, and say how long it takes on others, by their tokens.
 
     Longer prompts take more in proportion to their operations: two for each weight of a layer and each token, and for
     each pair of a query and a key that it sees.
     """
-    tokens = min(max(TIMED_TOKENS, options.sink + options.recent + 2), measured.max_context)
     weights = sum(weight.numel() for weight in decoder_of(measured.model).layers.parameters())
     width = measured.dimensions.query_width
 
     def operations(length: int) -> float:
         return 2.0 * weights * length + 2.0 * width * length**2
 
-    ids = torch.arange(tokens)[None] % measured.model.config.get_text_config().vocab_size
-    targets = torch.zeros_like(ids, dtype=torch.bool)
-    targets[:, -tokens // 16 :] = True
-    sizes = {"sink": options.sink, "recent": options.recent}
-    for _ in range(2):  # the first one warms up
-        gates = initial_gates(measured)
-        gates.grad = torch.zeros_like(gates)
-        start_time = time.perf_counter()
-        add_gradient(measured, gates, ids, targets, options.loss, mesh, **sizes).item()
-        seconds = time.perf_counter() - start_time
-    seconds = mesh.processes.agree(seconds) * len(mesh.share(options.batch))
+    work()  # warms up
+    start_time = time.perf_counter()
+    work()
+    seconds = mesh.processes.agree(time.perf_counter() - start_time)
     return lambda length: seconds * operations(length) / operations(tokens)
+
+
+def timed_ids(measured: MeasuredModel) -> np.ndarray:
+    """int64 [tokens]: a prompt to time."""
+    tokens = min(TIMED_TOKENS, measured.max_context)
+    return np.arange(tokens) % measured.model.config.get_text_config().vocab_size

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 import pytest
+from click.shell_completion import ShellComplete, get_completion_class
 
 from kvsurgery.cli import cli
 from tests.helpers.command import HEAVY, done
@@ -63,10 +64,64 @@ def test_ctrl_c_while_modules_load_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("path", EVERY)
+def test_the_shorter_help_fits_a_screen(path: str) -> None:
+    lines = done(*path.split()[1:], "--help").out.splitlines()
+    assert len(lines) <= 40
+
+
+@pytest.mark.parametrize("name", ["convert", "eval", "fit", "sweep", "profile compute", "bench"])
+def test_the_shorter_help_has_required_options_first(name: str) -> None:
+    command, text = EVERY[f"kvsurgery {name}"], done(*name.split(), "--help").out
+    assert max(map(len, text.splitlines())) <= 80
+    shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+    required = [param.opts[-1] for param in command.params if isinstance(param, click.Option) and param.required]
+    assert shown[: len(required)] == required
+    assert f"kvsurgery {name} --help-all" in text
+
+
+@pytest.mark.parametrize("path", EVERY)
+def test_the_longer_help_has_every_option_once(path: str) -> None:
+    text = re.split(r"^[A-Z][^.]*:$|^[a-z][\w, -]*:$", done(*path.split()[1:], "--help-all").out, flags=re.MULTILINE)
+    text = "".join(text[1:])  # what follows the description
+    shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+    ctx = click.Context(EVERY[path], help_option_names=["-h", "--help"])
+    options = [param for param in EVERY[path].get_params(ctx) if isinstance(param, click.Option)]
+    assert sorted(shown) == sorted(next(name for name in option.opts if name.startswith("--")) for option in options)
+
+
+def test_commands_are_in_the_order_of_work() -> None:
+    text = done("--help").out
+    places = [
+        text.index(f"\n  {name} ") for name in ("profile", "convert", "verify", "inspect", "eval", "bench", "push")
+    ]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_for_completion(shell: str) -> None:
+    complete = get_completion_class(shell)(cli, {}, "kvsurgery", "_KVSURGERY_COMPLETE")
+    assert "_KVSURGERY_COMPLETE" in complete.source_template % complete.source_vars()
+
+
+@pytest.mark.parametrize(
+    ("typed", "incomplete", "offered"),
+    [
+        ([], "con", ["convert"]),
+        (["profile"], "comp", ["compute", "compare"]),
+        (["profile", "compute", "--method"], "headkv", ["headkv-r", "headkv-er", "headkv-r2"]),
+        (["eval", "x", "--tasks"], "needle,pass", ["needle,passkey"]),
+    ],
+)
+def test_completions(typed: list[str], incomplete: str, offered: list[str]) -> None:
+    items = ShellComplete(cli, {}, "kvsurgery", "_KVSURGERY_COMPLETE").get_completions(typed, incomplete)
+    assert sorted(item.value for item in items) == sorted(offered)
+
+
+@pytest.mark.parametrize("path", EVERY)
 class TestHelp:
     def examples(self, path: str) -> list[str]:
         """The example command lines of a help page."""
-        text = done(*path.split()[1:], "--help").out.replace("\\\n", " ")
+        text = done(*path.split()[1:], "--help-all").out.replace("\\\n", " ")
         return [line.strip() for line in text.splitlines() if line.strip().startswith(path)]
 
     def test_an_example(self, path: str) -> None:

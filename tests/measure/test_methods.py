@@ -27,8 +27,7 @@ def test_profiles_know_the_scores_of_every_method() -> None:
 
 def test_defaults_are_those_of_the_functions_that_measure() -> None:
     assert Duo().options() == RLKVLite().options() == GateOptions()
-    losses, sizes = KVBits(text="book.txt"), TrialSizes()
-    assert all(getattr(losses, name) == getattr(sizes, name) for name in ("passages", "context", "sink", "recent"))
+    assert KVBits(text="book.txt").sizes == TrialSizes()
     assert Reform().chunk == PAPER.chunk
 
 

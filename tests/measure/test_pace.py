@@ -8,15 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.errors import ProfileError
+from kvsurgery.errors import ProfileError, TooLittleTime
 from kvsurgery.measure.pace import (
     LEAST_CONTEXT,
     LEAST_STEPS,
     MOST_STEPS,
     PASSKEYS,
     WANTED_STEPS,
+    Candidate,
     Lengths,
     TrainingPlan,
+    fitted,
     paced,
     step_seconds,
 )
@@ -88,6 +90,16 @@ def test_a_training_to_go_on_with():
     assert TrainingPlan.of(facts) == TrainingPlan(300, 384, 768, 3)
     with pytest.raises(ProfileError, match="the training to resume does not say its 'shortest'"):
         TrainingPlan.of({"steps": 300, "data": {"prompts": "my own"}})
+
+
+def test_samples_fit_their_time():
+    candidates = [Candidate({"context": length}, length / 100, ahead=10) for length in (4000, 2000, 1000)]
+    assert fitted(40, candidates, "samples", 10, 50) == {"context": 4000, "samples": 50}
+    assert fitted(20, candidates, "samples", 10, 50) == {"context": 2000, "samples": 50}
+    assert fitted(5, candidates, "samples", 10, 50) == {"context": 1000, "samples": 29}
+    with pytest.raises(TooLittleTime, match="in 1 min there is time for 5 samples") as refused:
+        fitted(1, candidates, "samples", 10, 50)
+    assert fitted(refused.value.minutes, candidates, "samples", 10, 50)["samples"] >= 10
 
 
 def test_longer_steps_take_longer():

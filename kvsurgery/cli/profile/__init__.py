@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvsurgery.cli.options import SuggestingGroup
+from kvsurgery.cli.help import HelpGroup
 from kvsurgery.cli.profile.compare import compare
 from kvsurgery.cli.profile.compute import compute
 from kvsurgery.cli.profile.importing import import_group
@@ -13,7 +13,7 @@ from kvsurgery.cli.profile.show import show
 from kvsurgery.cli.profile.suggest import suggest
 
 
-@click.group(cls=SuggestingGroup)
+@click.group(cls=HelpGroup)
 def profile() -> None:
     """Measure, import, show, compare and merge head profiles: scores, one per attention head of a model.
 

@@ -7,10 +7,11 @@ from typing import Literal
 
 import click
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import LocalPath, group_reduce_option
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("a", metavar="PROFILE")
 @click.argument("b", metavar="PROFILE")
 @group_reduce_option("How scores of the query heads of a group become their KV head's.")

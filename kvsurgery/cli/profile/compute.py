@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import MEASUREMENT, Grouped, in_group
+from kvsurgery.cli.help import MEASUREMENT, basic, in_group
+from kvsurgery.cli.options import Grouped
 from kvsurgery.cli.profile.saving import out_option
 from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.cli.running import (
@@ -21,6 +22,7 @@ from kvsurgery.cli.running import (
     revision_option,
     seed_option,
     trust_remote_code_option,
+    with_value,
 )
 from kvsurgery.cli.settings import foreign_options, given_settings, setting_options
 from kvsurgery.errors import ProfileError
@@ -35,13 +37,21 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="MODEL")
 @in_group(
     MEASUREMENT,
-    click.option("--method", required=True, type=click.Choice(list(METHODS)), help="Method of measurement."),
+    basic(
+        click.option(
+            "--method",
+            default="duo",
+            show_default=True,
+            type=click.Choice(list(METHODS)),
+            help="Method of measurement.",
+        ),
+    ),
     out_option,
     seed_option,
 )
 @setting_options(METHODS, MEASUREMENT)
 @revision_option
-@device_option
+@basic(device_option)
 @dtype_option
 @trust_remote_code_option
 @click.option(
@@ -87,7 +97,8 @@ def compute(
     again; for duo and rlkv-lite, name a --checkpoint, and add --resume.
 
     \b
-    kvsurgery profile compute ./llama3 --method duo -o duo.safetensors
+    kvsurgery profile compute ./llama3 --minutes 60 -o duo.safetensors
+    kvsurgery profile compute ./llama3 --method attention -o attention.safetensors
     kvsurgery profile compute ./llama3 --method headkv-r2 --text book.txt -o r2.safetensors
     kvsurgery profile compute ./llama3 --method kv-bits --text book.txt -o losses.safetensors
     torchrun --nproc-per-node 8 -m kvsurgery profile compute ./llama3-70b --method duo --batch 8 -o duo.safetensors
@@ -97,19 +108,22 @@ def compute(
 
     from kvsurgery.cli.profile.saving import remember
     from kvsurgery.display import console
-    from kvsurgery.errors import Interrupted
+    from kvsurgery.errors import Interrupted, TooLittleTime
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.measure.methods.method import Reporter, SampledMethod
     from kvsurgery.system.files import check_new_file
-    from kvsurgery.system.processes import started_processes
 
-    quiet_transformers()
     check_revision(source, revision)
     check_new_file(out)
     configured_method.check()
+    quiet_transformers()
+    from kvsurgery.system.processes import started_processes
+
     with started_processes(device) as processes:
         mesh = Mesh(processes, tp, sp)
         _check_sharing(configured_method, mesh)
+        if processes.device == "cpu":
+            configured_method = configured_method.on_cpu()
         dtype = chosen_dtype(dtype, source, device, revision)
         if isinstance(configured_method, SampledMethod) and processes.world == 1:
             configured_method = replace(configured_method, kept=out.with_name(f"{out.name}.samples.jsonl"))
@@ -127,6 +141,8 @@ def compute(
                 )
                 reporter.progress(0, None, "preparing prompts")  # loading is no part of the estimate
                 measurement = configured_method.measure(measured, mesh, reporter)
+        except TooLittleTime as error:
+            raise ProfileError(f"{error}: {with_value('--minutes', error.minutes)}") from None
         except KeyboardInterrupt:
             kept = configured_method.kept
             hint = f"{configured_method.way_on} goes on from {kept}" if kept and kept.is_file() else "nothing is kept"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import SuggestingGroup
+from kvsurgery.cli.help import HelpGroup
 from kvsurgery.cli.profile.saving import out_option
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvsurgery.profile.profiled_model import ProfiledModel
 
 
-@click.group("import", cls=SuggestingGroup)
+@click.group("import", cls=HelpGroup)
 def import_group() -> None:
     """Turn head scores published by others into a head profile.
 

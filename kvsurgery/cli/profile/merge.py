@@ -7,11 +7,12 @@ from typing import Literal
 
 import click
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import group_reduce_option
 from kvsurgery.cli.profile.saving import out_option
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("paths", metavar="PROFILE...", nargs=-1, required=True)
 @click.option(
     "--how",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvsurgery.cli.help import basic
 from kvsurgery.cli.options import LocalPath
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from kvsurgery.profile.origin import ModelOrigin
 
 
-out_option = click.option("-o", "--out", required=True, type=LocalPath(), help="The profile to write, a new file.")
+out_option = basic(
+    click.option("-o", "--out", required=True, type=LocalPath(), help="The profile to write, a new file.")
+)
 
 
 def remember(scores: HeadProfile | CacheLosses, source: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import LocalPath
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 BEST = 5
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("path", metavar="PROFILE")
 @click.option(
     "--model",

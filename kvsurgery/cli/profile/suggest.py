@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.running import check_revision, revision_option
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kvsurgery.profile.suggestion import Suggestion
 
 
-@click.command()
+@click.command(cls=HelpPage)
 @click.argument("source", metavar="MODEL")
 @revision_option
 @click.option("--all", "everything", is_flag=True, help="Also list the profiles that do not fit, and why.")

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from kvsurgery.measure.prompts import Contexts
 
 PASSKEYS = 10  # in a prompt, where it has room
+PASSKEY_ROOM = 100  # tokens that a passkey takes with the words around it
+
+
+def roomy_passkeys(tokens: int) -> int:
+    """How many passkeys a prompt holds with text between them."""
+    return min(max(tokens // PASSKEY_ROOM, 1), PASSKEYS)
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ class PasskeyMethod(ContextMethod):
         Raises:
             ProfileError: it has not.
         """
+        if self.minutes is not None and None in (self.min_context, self.passkeys):
+            return  # the time chooses them
         count, size = self.count, self.passkey_tokens
         if self.shortest <= (min_tokens := 2 * count * size):
             raise ProfileError(
@@ -94,6 +102,18 @@ class PasskeyMethod(ContextMethod):
         from kvsurgery.measure.passkeys import Passkeys
 
         return Passkeys.of(measured, self.contexts(measured), self.text, count=self.count, size=self.passkey_tokens)
+
+    def fitting_passkeys(self, measured: MeasuredModel, tokens: int) -> int:
+        """How many passkeys prompts of so many tokens get, unless the number is given.
+
+        Raises:
+            ProfileError: the tokenizer does not know the words around them.
+        """
+        from kvsurgery.measure.passkeys import most_passkeys
+
+        if self.passkeys is not None:
+            return self.passkeys
+        return most_passkeys(measured, roomy_passkeys(tokens), self.passkey_tokens, tokens)
 
     @property
     def count(self) -> int:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from kvsurgery.errors import ProfileError
 from kvsurgery.measure.methods.contexts import PasskeyMethod
 from kvsurgery.measure.methods.gates import GateMethod
 from kvsurgery.measure.methods.method import Reporter
-from kvsurgery.setting import setting
 
 if TYPE_CHECKING:
     from kvsurgery.measure.mesh import Mesh
@@ -22,40 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Duo(PasskeyMethod, GateMethod):
-    """Gates that passkeys are recalled with, or with the loss "lm" the next token of a text.
-
-    Attributes:
-        minutes: time for the training, which chooses what of `steps`, `min_context`, `max_context` and `passkeys` is
-            None.
-    """
+    """Gates that passkeys are recalled with, or with the loss "lm" the next token of a text."""
 
     name: str = "duo"
-    minutes: float | None = setting(
-        None,
-        "minutes",
-        "time for the training, instead of `steps`. It stops earlier once the gates have settled. Contexts and "
-        "passkeys are chosen for this time, unless they are given",
-    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.minutes is None:
-            return
-        if not 0 < self.minutes < math.inf:
-            raise ProfileError(f"`minutes` must be > 0, got {self.minutes}")
-        if self.steps is not None:
-            raise ProfileError("`minutes` chooses `steps`; leave one of them out")
+    paced = ("steps", "min_context", "max_context", "passkeys")
 
     def check_passkeys(self) -> None:
-        is_chosen_later = self.minutes is not None and None in (self.min_context, self.passkeys)
-        if self.loss == "distill" and not is_chosen_later:
+        if self.loss == "distill":
             super().check_passkeys()
 
     def planned(
         self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, saved_facts: Mapping[str, Any] | None
     ) -> Self:
         from kvsurgery.measure.pace import Lengths, TrainingPlan, paced, step_seconds
-        from kvsurgery.measure.passkeys import most_passkeys, passkey_words
+        from kvsurgery.measure.passkeys import passkey_words
 
         if self.minutes is None:
             return self
@@ -68,9 +46,8 @@ class Duo(PasskeyMethod, GateMethod):
             lengths = Lengths(self.min_context, self.max_context, self.passkeys)
             seconds = step_seconds(measured, self.options(), mesh)
             plan = paced(self.minutes, seconds, measured.max_context, lengths, self.sink + self.recent)
-            if self.loss == "distill" and self.passkeys is None:
-                count = most_passkeys(measured, plan.passkeys, self.passkey_tokens, plan.min_context)
-                plan = replace(plan, passkeys=count)
+            if self.loss == "distill":
+                plan = replace(plan, passkeys=self.fitting_passkeys(measured, plan.min_context))
             chosen_text = " ".join(f"`{name}` {value}" for name, value in vars(plan).items())
             reporter.note(f"chosen for {self.minutes:g} min: {chosen_text}")
         settings = {name: value for name in vars(plan) if (value := getattr(self, name)) is not None}

@@ -60,6 +60,9 @@ class GateMethod(ContextMethod):
     way_on = "`resume`"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.minutes is not None and self.steps is not None:
+            raise ProfileError("`minutes` chooses `steps`; leave one of them out")
         if self.resume and self.checkpoint is None:
             raise ProfileError("`resume` goes on from `checkpoint`; name it")
 

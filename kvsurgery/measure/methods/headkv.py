@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvsurgery.measure.methods.method import Measurement, Reporter, SampledMethod
 from kvsurgery.setting import depths_setting, lengths_setting, needles_setting
@@ -11,6 +11,10 @@ from kvsurgery.setting import depths_setting, lengths_setting, needles_setting
 if TYPE_CHECKING:
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.measure.model import MeasuredModel
+
+
+LEAST_DEPTHS = 2
+TIMED_ANSWER = 8  # tokens of the answer that is timed
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class HeadKV(SampledMethod):
     lengths: tuple[int, ...] | None = lengths_setting()
     depths: tuple[float, ...] | None = depths_setting(None)
 
+    paced = ("lengths", "depths")
+
     def check(self) -> None:
         from kvsurgery.text.needle_sets import AUTO, read_set
 
@@ -41,9 +47,10 @@ class HeadKV(SampledMethod):
         from kvsurgery.text.lengths import DEPTHS, default_lengths
         from kvsurgery.text.needle_sets import AUTO, read_set
 
-        lengths = self.lengths or default_lengths(measured.max_context)
+        method = self.fitting(measured, mesh, reporter)
+        lengths = method.lengths or default_lengths(measured.max_context)
         haystack = Haystack.read(self.text, measured.text, max(lengths), self.seed)
-        trials = Trials(lengths, self.depths or DEPTHS, seed=self.seed)
+        trials = Trials(lengths, method.depths or DEPTHS, seed=self.seed)
         if self.needles == AUTO:
             needles = choose_needles(measured, haystack, self.name, trials, progress=reporter.progress, mesh=mesh)
             reporter.note(str(needles))
@@ -60,3 +67,30 @@ class HeadKV(SampledMethod):
             mesh=mesh,
         )
         return Measurement(profile)
+
+    def plan(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
+        from kvsurgery.measure.cost import NEEDLES_IN_SET
+        from kvsurgery.measure.pace import Candidate, Lengths, fitted, length_pairs, scaled_seconds, timed_ids
+        from kvsurgery.measure.retrieval import answer
+        from kvsurgery.text.lengths import DEPTHS, ROOM, default_lengths
+        from kvsurgery.text.needle_sets import AUTO, SETS, TRIALS, read_set
+
+        ids = timed_ids(measured)
+        seconds = scaled_seconds(
+            measured, len(ids), lambda: answer(measured, ids, top=TIMED_ANSWER, limit=TIMED_ANSWER), mesh
+        )
+        needle_count = NEEDLES_IN_SET if self.needles == AUTO else len(read_set(self.needles))
+        trial_count = TRIALS * max(map(len, SETS.values())) if self.needles == AUTO else 0
+
+        def candidate(lengths: tuple[int, ...]) -> Candidate:
+            depth_seconds = needle_count * sum(map(seconds, lengths)) / mesh.groups
+            return Candidate({"lengths": lengths}, depth_seconds, trial_count * seconds(min(lengths)) / mesh.groups)
+
+        pairs = length_pairs(measured.max_context - ROOM, Lengths(), 0)
+        grids = [self.lengths] if self.lengths else [default_lengths(longest + ROOM) for _, longest in pairs]
+        given = len(self.depths) if self.depths else None
+        least, most = (LEAST_DEPTHS, len(DEPTHS)) if given is None else (given, given)
+        plan = fitted(self.minutes or 0, map(candidate, grids), "depths", least, most)
+        places = range(plan["depths"])
+        spread = tuple(DEPTHS[round(place * (len(DEPTHS) - 1) / max(len(places) - 1, 1))] for place in places)
+        return {**plan, "depths": self.depths or spread}

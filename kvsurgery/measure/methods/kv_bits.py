@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.measure.methods.method import Measurement, Method, Reporter
+from kvsurgery.measure.methods.method import Measurement, PacedMethod, Reporter
 from kvsurgery.setting import setting
 
 if TYPE_CHECKING:
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from kvsurgery.measure.model import MeasuredModel
 
 
+PASSAGES = 12
+
+
 @dataclass(frozen=True)
-class KVBits(Method):
+class KVBits(PacedMethod):
     """Losses of quantized caches on passages of a text.
 
     Attributes:
@@ -24,14 +27,16 @@ class KVBits(Method):
     """
 
     name: str = "kv-bits"
-    passages: int = setting(12, "samples", "number of passages of the text")
+    passages: int | None = setting(None, "samples", "number of passages of the text", default=PASSAGES)
     context: int = setting(1024, "context", "tokens in the cache", tokens=True)
     sink: int = setting(64, "sink", "first tokens that streaming heads see", least=0)
     recent: int = setting(256, "recent", "latest tokens that streaming heads see")
 
+    paced = ("passages",)
     shared = "nothing"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.text is None:
             raise ProfileError("`text` is missing: `method` kv-bits measures on real text")
 
@@ -40,7 +45,7 @@ class KVBits(Method):
         """What is measured."""
         from kvsurgery.measure.cache_losses import TrialSizes
 
-        return TrialSizes(passages=self.passages, context=self.context, sink=self.sink, recent=self.recent)
+        return TrialSizes(passages=self.passages or PASSAGES, context=self.context, sink=self.sink, recent=self.recent)
 
     def check(self) -> None:
         super().check()
@@ -51,7 +56,7 @@ class KVBits(Method):
         from kvsurgery.text.haystack import Haystack
         from kvsurgery.text.tokens import first_tokens
 
-        sizes = self.sizes
+        sizes = self.fitting(measured, mesh, reporter).sizes
         text = Haystack.read(self.text, measured.text, sizes.passages * sizes.length, self.seed)
         losses = cache_losses(
             measured,
@@ -63,3 +68,13 @@ class KVBits(Method):
             mesh=mesh,
         )
         return Measurement(losses)
+
+    def plan(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
+        from kvsurgery.measure.cache_losses import passage_seconds
+        from kvsurgery.measure.pace import Candidate, fitted
+
+        seconds = mesh.processes.agree(passage_seconds(measured, self.sizes))
+        least, most = (1, PASSAGES) if self.passages is None else (self.passages, self.passages)
+        world = mesh.processes.world
+        rounds = fitted(self.minutes or 0, [Candidate({}, seconds)], "passages", -(-least // world), -(-most // world))
+        return {"passages": min(rounds["passages"] * world, most)}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from kvsurgery.display.progress import Progress, silent
-from kvsurgery.setting import text_setting
+from kvsurgery.errors import ProfileError
+from kvsurgery.setting import setting, text_setting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +44,9 @@ class Reporter:
     note: Callable[[str], None] = silent
 
 
+CPU_MINUTES = 20  # of a measurement whose sizes nobody gives
+
+
 @dataclass(frozen=True)
 class Method(ABC):
     """How heads are measured.
@@ -48,7 +54,9 @@ class Method(ABC):
     Attributes:
         name: a key of `METHODS`, which the profile records.
         seed: of everything that is drawn.
+        minutes: time for the measurement, which chooses those settings of `paced` that are None.
         text: that is read, or around what is hidden: as `Haystack.read` takes it.
+        paced: settings that the time chooses.
         shared: what several processes can share besides prompts: nothing, the heads of layers, or also all weights
             and the tokens of a prompt, for which all have to compute layers equally often.
 
@@ -59,9 +67,27 @@ class Method(ABC):
     name: str
     seed: int = 0
     text: str | None = text_setting()
+    minutes: float | None = setting(
+        None,
+        "minutes",
+        "time for the measurement, which chooses the number of steps or prompts and their lengths, unless they are "
+        "given",
+        default=f"{CPU_MINUTES} on a CPU, where none of them is given",
+        basic=True,
+    )
 
+    paced: ClassVar[tuple[str, ...]] = ()
     shared: ClassVar[Literal["nothing", "heads", "weights"]] = "heads"
     way_on: ClassVar[str] = "the same command"  # what goes on from `kept`
+
+    def __post_init__(self) -> None:
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise ProfileError(f"`minutes` must be > 0, got {self.minutes}")
+
+    def on_cpu(self) -> Self:
+        """The method in a time that fits a CPU, where neither a time nor what it chooses is given."""
+        given = (self.minutes, *(getattr(self, name) for name in self.paced))
+        return self if any(value is not None for value in given) else replace(self, minutes=CPU_MINUTES)
 
     @property
     def kept(self) -> Path | None:
@@ -88,7 +114,38 @@ class Method(ABC):
 
 
 @dataclass(frozen=True)
-class SampledMethod(Method):
+class PacedMethod(Method):
+    """A method that times some of its work to choose settings for a time."""
+
+    def fitting(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Self:
+        """The method with the settings that fit its time, which are said.
+
+        Raises:
+            TooLittleTime: it does not fit.
+        """
+        if self.minutes is None:
+            return self
+        reporter.note(f"timing some of the work, to fit {self.minutes:g} min")
+        plan = self.plan_once(measured, mesh)
+        chosen_text = " ".join(f"`{name}` {_as_typed(value)}" for name, value in plan.items())
+        reporter.note(f"chosen for {self.minutes:g} min: {chosen_text}")
+        return replace(self, minutes=None, **plan)
+
+    def plan_once(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
+        """The plan, or that of the interrupted measurement to go on with."""
+        return self.plan(measured, mesh)
+
+    @abstractmethod
+    def plan(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
+        """The settings of `paced` that fit `minutes`, those that are given among them.
+
+        Raises:
+            TooLittleTime: none fit.
+        """
+
+
+@dataclass(frozen=True)
+class SampledMethod(PacedMethod):
     """A method that measures sample by sample.
 
     Attributes:
@@ -96,3 +153,17 @@ class SampledMethod(Method):
     """
 
     kept: Path | None = None
+
+    def plan_once(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
+        from kvsurgery.measure.kept_samples import KeptSamples
+
+        asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kept"}
+        kept_plans = KeptSamples(self.kept, measured, "plan")
+        plan, _ = kept_plans.result([str(asked)], lambda: {"plan": json.dumps(self.plan(measured, mesh))})
+        chosen = json.loads(plan["plan"])
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
+
+
+def _as_typed(value: Any) -> str:
+    """A setting's value as the command line takes it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.methods.gates import GateMethod
@@ -12,9 +12,16 @@ from kvsurgery.measure.methods.method import Reporter
 from kvsurgery.setting import setting
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.measure.model import MeasuredModel
     from kvsurgery.measure.own_answers import OwnAnswers
+
+
+SAMPLES, LEAST_SAMPLES = 64, 8
+TIMED_TOKENS = 16  # of the answers that are timed
+ANSWERING = 1 / 3  # share of the time in which answers are generated
 
 
 @dataclass(frozen=True)
@@ -27,10 +34,12 @@ class RLKVLite(GateMethod):
     """
 
     name: str = "rlkv-lite"
-    samples: int = setting(64, "samples", "number of answers")
+    samples: int | None = setting(None, "samples", "number of answers", default=SAMPLES)
     answers: Path | None = setting(
         None, "answers", "file of answers (JSON lines): read if it exists, otherwise written after generation"
     )
+
+    paced = ("steps", "samples", "min_context", "max_context")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,4 +63,55 @@ class RLKVLite(GateMethod):
         from kvsurgery.measure.own_answers import OwnAnswers
 
         contexts = self.contexts(measured)
-        return OwnAnswers.of(measured, contexts, self.samples, self.answers, reporter.progress, mesh)
+        return OwnAnswers.of(measured, contexts, self.samples or SAMPLES, self.answers, reporter.progress, mesh)
+
+    def planned(
+        self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, saved_facts: Mapping[str, Any] | None
+    ) -> Self:
+        from kvsurgery.measure.pace import TrainingPlan
+
+        if self.minutes is None:
+            return self
+        if saved_facts is not None:
+            saved = TrainingPlan.of(saved_facts)
+            plan = {"steps": saved.steps, "min_context": saved.min_context, "max_context": saved.max_context}
+        else:
+            reporter.note("timing some answers and steps of the training")
+            plan = self.plan(measured, mesh)
+            chosen_text = " ".join(f"`{name}` {value}" for name, value in plan.items())
+            reporter.note(f"chosen for {self.minutes:g} min: {chosen_text}")
+        return replace(self, minutes=None, until_settled=True, **plan)
+
+    def plan(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
+        """Settings of which generation and training both fit the time.
+
+        Raises:
+            TooLittleTime: there is time for too few steps.
+        """
+        from kvsurgery.measure.own_answers import TOGETHER, token_seconds
+        from kvsurgery.measure.pace import (
+            LEAST_STEPS,
+            WANTED_STEPS,
+            Candidate,
+            Lengths,
+            fitted,
+            length_pairs,
+            mean_seconds,
+            step_seconds,
+        )
+
+        is_read = self.answers is not None and self.answers.exists()
+        answer_seconds = 0.0 if is_read else mesh.processes.agree(token_seconds(measured, TIMED_TOKENS))
+        seconds = step_seconds(measured, self.options(), mesh)
+        window, lengths = self.sink + self.recent, Lengths(self.min_context, self.max_context)
+
+        def candidates():
+            for shortest, longest in length_pairs(measured.max_context, lengths, window):
+                batch_seconds = longest * answer_seconds
+                batches = int(60 * (self.minutes or 0) * ANSWERING / batch_seconds) if batch_seconds else SAMPLES
+                samples = self.samples or min(max(batches * TOGETHER, LEAST_SAMPLES), SAMPLES)
+                settings = {"samples": samples, "min_context": shortest, "max_context": longest}
+                ahead = -(-samples // TOGETHER) * batch_seconds
+                yield Candidate(settings, mean_seconds(seconds, shortest, longest), ahead)
+
+        return fitted(self.minutes or 0, candidates(), "steps", LEAST_STEPS, WANTED_STEPS)

@@ -1,0 +1,148 @@
+"""Help in two lengths: `--help` has what most people need, `--help-all` every option in its group."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+EXAMPLES = 2  # in the shorter help
+_ALL = "kvsurgery.help_all"  # in a context's `meta`: whether every option is shown
+
+HEADS, CACHE, PROMPTS, DEVICES = "Heads", "Cache", "Long prompts", "Several devices"
+MEASUREMENT, TASKS, RUNNING = "Measurement", "Evaluation", "Running"
+# in this order, whatever that of the options is; others come before the last
+GROUPS = (HEADS, CACHE, PROMPTS, DEVICES, MEASUREMENT, TASKS, RUNNING)
+
+
+def in_group(name: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A decorator like all of these together, whose options stand in one group of --help-all."""
+    return _marked(decorators, "group", name)
+
+
+def basic(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A decorator like all of these together, whose options are among the few that --help shows."""
+    return _marked(decorators, "basic", True)
+
+
+def _marked(decorators: tuple[Callable[[Any], Any], ...], attribute: str, value: Any) -> Callable[[Any], Any]:
+    """A decorator like all of these together, whose options have an attribute."""
+
+    def decorate(command: Any) -> Any:
+        start = len(getattr(command, "__click_params__", ()))
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        for param in command.__click_params__[start:]:
+            setattr(param, attribute, value)
+        return command
+
+    return decorate
+
+
+class HelpPage(click.Command):
+    """A command with `--help-all`.
+
+    Where options are `basic`, `--help` shows these, the required ones first, the first sentence of each text, the
+    description's first paragraph, and the first examples.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        help_all = click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+            help="Show every option and exit.",
+        )
+        return [*super().get_params(ctx), help_all]
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        text = inspect.cleandoc(self.help or "")
+        if self._is_short(ctx):
+            first, *_, examples = text.split("\n\n")
+            text = "\n\n".join([first, "\n".join(examples.splitlines()[: 1 + EXAMPLES])])
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(text)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        if self._is_short(ctx):
+            shown = sorted(filter(_is_basic, options), key=lambda option: not option.required)
+            sections = {"Options": [(names, _first_sentence(text)) for names, text in _records(shown, ctx)]}
+        else:
+            sections = _by_group(options, ctx)
+        for name, records in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+        if self._is_short(ctx):
+            formatter.write_paragraph()
+            formatter.write_text(f"{len(options) - len(shown)} more options: {ctx.command_path} --help-all")
+
+    def _is_short(self, ctx: click.Context) -> bool:
+        return _ALL not in ctx.meta and any(map(_is_basic, self.params))
+
+
+class HelpGroup(HelpPage, click.Group):
+    """A group of commands, each with `--help-all`, that knows which of them a mistyped name may mean."""
+
+    command_class = HelpPage
+
+    def candidates(self, ctx: click.Context) -> dict[str, str]:
+        """What can be meant, by the names that are typed."""
+        return {name: name for name in self.list_commands(ctx)}
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that was typed.
+
+        Raises:
+            UsageError: there is none; it names the most similar one.
+        """
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            candidates = self.candidates(ctx)
+            similar_names = get_close_matches(name, candidates, n=1)
+            hint = f" Did you mean `{ctx.command_path} {candidates[similar_names[0]]}`?" if similar_names else ""
+            ctx.fail(f"No such command {name!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        click.Group.format_options(self, ctx, formatter)
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    """Print the long help, where it is asked for."""
+    if is_asked and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+def _is_basic(param: click.Parameter) -> bool:
+    return getattr(param, "basic", False)
+
+
+def _records(options: list[click.Option], ctx: click.Context) -> list[tuple[str, str]]:
+    """Names and text of each option that is not hidden."""
+    return [record for option in options if (record := option.get_help_record(ctx)) is not None]
+
+
+def _by_group(options: list[click.Option], ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
+    """Names and text of each option, by group."""
+    groups: dict[str, list[click.Option]] = {name: [] for name in GROUPS}
+    for option in options:
+        groups.setdefault(getattr(option, "group", RUNNING), []).append(option)
+    groups[RUNNING] = groups.pop(RUNNING)  # the last one
+    return {name: _records(members, ctx) for name, members in groups.items() if members}
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of an option's text, and what stands in brackets at its end."""
+    sentence, gap, bracket = text.partition("  [")
+    return sentence.partition(". ")[0].removesuffix(".") + "." + gap + bracket
