@@ -139,15 +139,21 @@ class KVSurgeryGeneration(KVSurgeryModel):
     generate_batch = init_continuous_batching  # before it prepares anything
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, *args, inputs_embeds: torch.Tensor | None = None, **kwargs
+        self,
+        input_ids: torch.Tensor,
+        *args,
+        attention_mask: torch.Tensor | None = None,  # by its name, stock code knows that a model takes one
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs,
     ) -> dict:
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         cache = kwargs.get(CACHE)
         if isinstance(cache, KVSurgeryCache) and inputs.get(CACHE) is None:
             # where RoPE changes with the length (longrope), stock code drops it, to compute all tokens anew; version
             # 5.17 passes the newest alone
             kwargs |= {CACHE: None} | ({"next_sequence_length": None} if "next_sequence_length" in kwargs else {})
-            inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+            inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
             cache.restart()
             inputs[CACHE] = cache
         return inputs
@@ -248,10 +254,12 @@ def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> tuple[tupl
     """Check a forward of the inner model and tell its cache, unless the model around it has: trainers call it alone,
     and so do the first stages of a pipeline. Texts that are packed into rows are attended to one by one."""
     cache = options.get(CACHE, options.get("past_key_values"))
-    if cache is not None and not isinstance(cache, HandingCache):
-        check_cache(cache)
-    if isinstance(cache, KVSurgeryCache) and cache.announced:
+    if isinstance(cache, HandingCache) and not isinstance(cache, KVSurgeryCache):  # it reads a long prompt
         return None
+    if cache is not None:
+        check_cache(cache)
+        if cache.announced:
+            return None
     arguments = by_name(inspect.signature(decoder.forward).bind_partial(*args, **options))
     cache, shape = arguments.setdefault(CACHE, cache), input_shape(arguments)
     if shape is None:  # stock code says what is missing

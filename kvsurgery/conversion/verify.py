@@ -83,7 +83,7 @@ def verify(
     if original is not None:
         check_source_tensors(converted, original, jobs, progress)
     with reading(folder):
-        code = {name: (folder / name).read_bytes() for name in provenance.emitted if name.endswith(".py")}
+        code = {name: (folder / name).read_bytes() for name in recorded_files if name.endswith(".py")}
     return VerifyReport(
         provenance,
         converted.size,

@@ -157,14 +157,10 @@ def test_the_documents_say_what_was_measured() -> None:
         for name in NAMES[1:]
     }
     said = " ".join((ROOT / "README.md").read_text().split())
-    reform = right["64000", "REFORM"], right["4000", "REFORM"]
-    assert reform[0] > 0.9 * reform[1]
-    assert f"In 64,000 tokens, REFORM finds {reform[0]:.0%} of the facts ({reform[1]:.0%} in 4,000)" in said
-    assert f"BM25 {right['64000', 'BM25 retrieval']:.0%}, in 25 texts;" in said
-    assert (
-        f"InfiniPot finds {right['64000', 'InfiniPot']:.0%}, H2O and StreamingLLM find {right['64000', 'H2O']:.0%}"
-        in said
-    )
+    reform = right["64000", "REFORM"]
+    assert reform > 0.9 * right["4000", "REFORM"]
+    others = f"BM25 {right['64000', 'BM25 retrieval']:.0%} and StreamingLLM {right['64000', 'StreamingLLM']:.0%}"
+    assert f"in 64,000 tokens, REFORM finds {reform:.0%} of the facts, {others}" in said
     assert right["64000", "H2O"] == right["64000", "StreamingLLM"]
     page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
     than_full = beyond_context.recalled(results["8000"], "REFORM", "full attention")

@@ -226,8 +226,11 @@ class TestDryRun:
             spec.loader.exec_module(module)
             layout = module.KVLayout.from_config(config)
         for row, length in zip(plan["kv_bytes"], (8 << 10, 32 << 10, 128 << 10), strict=True):
-            assert (row["before"], row["after"]) == (layout.dense_bytes(1, length), layout.kv_bytes(1, length))
-            element = 2 * LLAMA["head_dim"] * 2
+            assert (row["before"], row["after"]) == (
+                layout.dense_bytes(1, length, itemsize=4),
+                layout.kv_bytes(1, length, itemsize=4),
+            )
+            element = 2 * LLAMA["head_dim"] * 4
             assert (row["before"], row["after"]) == (6 * length * element, (2 * length + 4 * 104) * element)
 
     def test_layers_with_a_window_of_their_own(self, checkpoint, tmp_path: Path) -> None:

@@ -186,9 +186,9 @@ class TestOptions:
             json.loads(done(*command, *more, "--dry-run", "--json").out)["kv_bytes"][0]["after"]
             for more in ((), ("--kv-streaming",))
         ]
-        # of three streaming heads, window and sinks of 4 channels in 2 bytes become 4 tiles, 256 tokens and the sinks
-        tile = 2 * 128 * 2 + 2 * 4 * 2 + 2 * 128 * 2
-        assert sizes[0] - sizes[1] == 3 * ((512 - 256) * 2 * 4 * 2 - 4 * tile)
+        # of three streaming heads, window and sinks of 4 channels in 4 bytes become 4 tiles, 256 tokens and the sinks
+        tile = 2 * 128 * 2 + 2 * 4 * 4 + 2 * 128 * 4
+        assert sizes[0] - sizes[1] == 3 * ((512 - 256) * 2 * 4 * 4 - 4 * tile)
         done(*command, "--kv-streaming", "--out", "out")
         assert json.loads(Path("out/config.json").read_text())["kv_surgery"]["quantization"]["streaming"] is True
         assert "long windows of streaming heads too" in done("inspect", "out").out
