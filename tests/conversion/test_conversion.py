@@ -441,10 +441,14 @@ def test_source_that_changes_while_it_is_read(
     if moment == "planned":
         with monkeypatch.context() as patch:
             patch.setattr(shards, "plan_surgery", lambda *arguments: change_once() or plan_surgery(*arguments))
-            with pytest.raises(CheckpointError, match=rf"{name}.*changed while it was read|cannot read .*{name}|{name} is not JSON"):
+            with pytest.raises(
+                CheckpointError, match=rf"{name}.*changed while it was read|cannot read .*{name}|{name} is not JSON"
+            ):
                 convert_llama(source, out)
     else:
-        with pytest.raises(CheckpointError, match=rf"{name}.*changed while it was read|cannot read .*{name}|{name} is not JSON"):
+        with pytest.raises(
+            CheckpointError, match=rf"{name}.*changed while it was read|cannot read .*{name}|{name} is not JSON"
+        ):
             convert_llama(source, out, progress=lambda count: change_once())
     assert not (out / "config.json").exists()
     if path.exists() and name != "config.json":  # the command that the message advises
