@@ -60,6 +60,9 @@ def test_weights_in_another_order_are_refused(mixed, all_full):
             model.from_pretrained(folder, config=copy.deepcopy(converted.model.config))
     again = model.from_pretrained(f"{converted.folder}/", config=copy.deepcopy(converted.model.config))
     assert logits(again.eval(), tokens(1, 9)).equal(logits(converted.model, tokens(1, 9)))
+    config, weights = copy.deepcopy(converted.model.config), converted.model.state_dict()
+    without_folder = model.from_pretrained(None, config=config, state_dict=weights)
+    assert logits(without_folder.eval(), tokens(1, 9)).equal(logits(converted.model, tokens(1, 9)))
 
 
 @pytest.mark.skipif(
