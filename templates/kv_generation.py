@@ -242,6 +242,12 @@ def with_kv_cache(forward: Callable) -> Callable:
             output = cache.graph.step(forward, self, arguments, cache)
             if output is not None:
                 return output
+        if decoder is self and RUNNING.get() is not config:  # `forward` was called, and no hook
+            enter(self)
+            try:
+                return forward(self, **arguments)
+            finally:
+                leave()
         return forward(self, **arguments)
 
     return wrapper
