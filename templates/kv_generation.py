@@ -49,7 +49,8 @@ class KVSurgeryModel:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, config: Any = None, **kwargs) -> Any:
         path = str(pretrained_model_name_or_path)
-        if hasattr(config, "kv_surgery") and config.name_or_path != path:
+        # None: the weights are a `state_dict`
+        if pretrained_model_name_or_path is not None and hasattr(config, "kv_surgery") and config.name_or_path != path:
             options = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
             stored, _ = PretrainedConfig.get_config_dict(path, **options)
             if heads_of(stored) != heads_of(config.to_dict()):
@@ -96,6 +97,8 @@ class KVSurgeryGeneration(KVSurgeryModel):
         self, generation_config: Any, model_kwargs: dict, mode: Any, batch_size: int, max_cache_length: int, *args
     ) -> None:
         if generation_config.use_cache is False:
+            if (cache := model_kwargs.get(CACHE)) is not None:
+                check_cache(cache)
             return
         if generation_config.assistant_early_exit is not None:
             raise ValueError(
@@ -245,6 +248,12 @@ def with_kv_cache(forward: Callable) -> Callable:
             output = cache.graph.step(forward, self, arguments, cache)
             if output is not None:
                 return output
+        if decoder is self and RUNNING.get() is not config:  # `forward` was called, and no hook
+            enter(self)
+            try:
+                return forward(self, **arguments)
+            finally:
+                leave()
         return forward(self, **arguments)
 
     return wrapper

@@ -81,6 +81,7 @@ def convert(
         CheckpointError: the source cannot be read, or changed meanwhile.
     """
     start, out = time.monotonic(), Path(out)
+    checkpoint.check_unchanged()
     weights = {shard.name for shard in checkpoint.shards} | ({INDEX} if checkpoint.index is not None else set())
     sides = side_files(checkpoint.folder, weights, files, SideCode.of(checkpoint.folder).files)
     for name in sides.copied:

@@ -24,17 +24,18 @@ def remove_conversion(folder: Path, fingerprint: Mapping[str, str]) -> None:
         OutputError: there are files that no conversion wrote; then nothing is removed.
         CheckpointError: the provenance of what is there is damaged.
     """
+    if recorded_fingerprint(folder) == fingerprint:
+        return
     names = removable_names(folder)
-    if recorded_fingerprint(folder) != fingerprint:
-        try:
-            _remove(folder, names)
-        except OSError as error:
-            raise OutputError(f"cannot remove what is in {folder}: {error.strerror}") from error
+    try:
+        _remove(folder, names)
+    except OSError as error:
+        raise OutputError(f"cannot remove what is in {folder}: {error.strerror}") from error
 
 
 def _remove(folder: Path, names: Sequence[str]) -> None:
-    # without its config no half of it loads
-    for name in sorted(names, key=lambda name: name != CONFIG):
+    # without its config no half of it loads; what tells whose files these are goes last
+    for name in sorted(names, key=lambda name: (name != CONFIG, name == PROVENANCE, name == JOURNAL)):
         os.unlink(folder / name)
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir()
@@ -50,11 +51,11 @@ def removable_names(folder: Path) -> list[str]:
     names = [*walk(folder)] if folder.is_dir() else []
     if not names:
         return []
-    if JOURNAL in names:  # a run begins in an empty folder
-        written_names = {name for name in names if not name.endswith("/")}
-    elif PROVENANCE in names:
+    if PROVENANCE in names:
         provenance = Provenance.read(folder)
-        written_names = {PROVENANCE, *provenance.emitted, *provenance.copied, *provenance.headers}
+        written_names = {PROVENANCE, JOURNAL, *provenance.emitted, *provenance.copied, *provenance.headers}
+    elif JOURNAL in names:  # a run without provenance began in an empty folder
+        written_names = {name for name in names if not name.endswith("/")}
     else:
         raise OutputError(f"{folder} was not written by kvsurgery, so it is not overwritten; choose another folder")
     others = [name for name in names if name not in written_names and not name.endswith(PART)]

@@ -522,6 +522,42 @@ def test_a_card_that_changed_in_the_source(source: Path, out: Path) -> None:
     assert (out / "README.md").read_bytes() == b"card of another"
 
 
+def test_overwriting_an_update_that_was_interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert_llama(source, out)
+    (out / "notes.md").write_text("my own words")
+    (source / "picture.png").write_text("other pixels")
+    interrupted_at(1, monkeypatch, lambda: convert_llama(source, out))
+    (source / "picture.png").write_text("pixels once more")
+    with pytest.raises(OutputError, match=r"did not write \(notes.md\)"):
+        convert_llama(source, out, overwrite=True)
+    (out / "notes.md").rename(out.with_name("notes.md"))
+    convert_llama(source, out, overwrite=True)
+    assert tree(out) == undisturbed(source)
+
+
+@pytest.mark.parametrize("count", [2, 6, 12])
+def test_a_removal_that_was_interrupted_goes_on(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    convert_llama(source, out)
+    (out / "model-00002-of-00003.safetensors").unlink()
+    unlink, removed = os.unlink, []
+
+    def stop(path: Path) -> None:
+        removed.append(path)
+        if len(removed) == count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvsurgery.conversion.replacing.os.unlink", stop)
+        with pytest.raises(OutputError, match="cannot remove"):
+            convert_llama(source, out, overwrite=True)
+    assert len(removed) == count
+    convert_llama(source, out, overwrite=True)
+    assert tree(out) == undisturbed(source)
+
+
 def test_folders_in_folders(source: Path, out: Path) -> None:
     deep = source / "deep"
     for folder in ["d" * 200] * 6:

@@ -1,6 +1,7 @@
 """What reaches an emitted model from elsewhere: other caches, other ways to generate, and saved caches."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -167,7 +168,8 @@ def test_other_caches_are_refused_at_every_door(mixed, family, cache):
     converted, ids = mixed(family), tokens(1, 6)
     model, base = converted.model, converted.load(AutoModel)
     doors = [model, model.get_decoder(), base, base.get_decoder()]
-    for door in [*doors, lambda ids, **options: model.generate(ids, **GREEDY, **options)]:
+    doors += [partial(model.generate, **GREEDY, **options) for options in ({}, {"use_cache": False})]
+    for door in doors:
         for name in {"past_key_values", CACHE}:
             with pytest.raises(TypeError, match=r"KVSurgeryCache, got \w+; leave past_key_values out"):
                 door(ids, **{name: cache()})

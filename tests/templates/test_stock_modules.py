@@ -1,10 +1,11 @@
 """Modules of stock classes that got a copy of a converted model's config, and with it the name of its attention."""
 
 import copy
+import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from tests.helpers.families import FAMILIES, largest, tokens
 from tests.templates.test_exactness import LENGTH, left_padded, logits
@@ -52,6 +53,17 @@ def test_a_copy_of_a_converted_model_is_one(mixed):
     assert logits(copy.deepcopy(model), ids, **options).equal(expected)
 
 
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
+def test_forward_called_without_hooks(mixed, auto):
+    model = mixed("llama").load(auto)
+    ids, mask, positions = left_padded(tokens(2, LENGTH), [LENGTH, 30])
+    options = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        assert model.forward(ids, **options)[0].equal(model(ids, **options)[0])
+    running = sys.modules[type(model).__module__.rpartition(".")[0] + ".kv_attention"].RUNNING
+    assert running.get() is None
+
+
 def test_weights_in_another_order_are_refused(mixed, all_full):
     converted = mixed("llama")
     model = type(converted.model)
@@ -60,6 +72,9 @@ def test_weights_in_another_order_are_refused(mixed, all_full):
             model.from_pretrained(folder, config=copy.deepcopy(converted.model.config))
     again = model.from_pretrained(f"{converted.folder}/", config=copy.deepcopy(converted.model.config))
     assert logits(again.eval(), tokens(1, 9)).equal(logits(converted.model, tokens(1, 9)))
+    config, weights = copy.deepcopy(converted.model.config), converted.model.state_dict()
+    without_folder = model.from_pretrained(None, config=config, state_dict=weights)
+    assert logits(without_folder.eval(), tokens(1, 9)).equal(logits(converted.model, tokens(1, 9)))
 
 
 @pytest.mark.skipif(
