@@ -122,7 +122,7 @@ def _add(files: dict[str, bytes], folder: Path, name: str, reason: str) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, and {reason}; fetch it again, or remove the name")
     if path.stat().st_size > MAX_CODE_BYTES:
-        raise CheckpointError(f"{path} is larger than code is, and {reason}; remove the name")
+        raise CheckpointError(f"{path} is too large to be code, and {reason}; remove the name")
     with reading(path):
         files[name] = path.read_bytes()
     parent = PurePosixPath(name).parent

@@ -155,7 +155,7 @@ class Evaluation:
         if (rows := read_text_config(checkpoint).vocab_size) != self.reader.vocabulary:
             raise KVSurgeryError(
                 f"{checkpoint} has a vocabulary of {rows} tokens, the samples are made for {self.reader.vocabulary}: "
-                "it is of another model"
+                "it belongs to another model"
             )
         settings, digest = read_settings(self.folder), fingerprint(checkpoint)
         model_entry = settings["models"].get(name)

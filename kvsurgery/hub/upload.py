@@ -133,7 +133,7 @@ def push(
         url = api.create_repo(repo_id, private=private or None, exist_ok=True)
     remote = RemoteFolder.read(url.repo_id)
     if remote.commit is None:
-        raise HubError(f"{url.repo_id} cannot be read, so that nobody can tell what it has; check the token's rights")
+        raise HubError(f"{url.repo_id} cannot be read, so its contents cannot be checked; check the token's rights")
     remote.check(files.keys(), private=private, delete_others=delete_others)
     others = set(remote.others(files.keys()))
     # the Hub leaves out what the `.gitignore` of the commit before lists, unless this commit has another one

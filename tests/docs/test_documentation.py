@@ -51,7 +51,7 @@ SHOWN = doctest.ELLIPSIS | doctest.REPORT_NDIFF  # how output may differ, and ho
 
 def option_names(group: click.Group) -> set[str]:
     """Every option of every command."""
-    names = {"--help", *(name for parameter in group.params for name in parameter.opts)}
+    names = {"--help", "--help-all", *(name for parameter in group.params for name in parameter.opts)}
     for name in group.list_commands(click.Context(group)):
         command = group.get_command(click.Context(group), name)
         if isinstance(command, click.Group):

@@ -21,7 +21,7 @@ from tests.helpers.surgery import reform_profile
 from tests.helpers.tiny_recall import FOLDER
 
 README = (ROOT / "README.md").read_text()
-LINES, COLUMNS = 157, 120
+LINES, COLUMNS = 150, 120
 
 
 def workloads() -> list[list[str]]:
