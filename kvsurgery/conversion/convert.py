@@ -113,7 +113,8 @@ def convert(
                 updated = _update(output, earlier, provenance) if earlier is not None else None
                 _write(output, checkpoint, plan, files, provenance, updated, jobs, progress)
         except SourceChanged:
-            output.discard([*files, *provenance.copied, *provenance.headers, PROVENANCE])
+            if earlier is None:  # else the weights of the earlier conversion are there
+                output.discard([*files, *provenance.copied, *provenance.headers, PROVENANCE])
             raise
     return replace(report, resumed=output.resumed, updated=updated or (), seconds=time.monotonic() - start)
 
