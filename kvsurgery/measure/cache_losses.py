@@ -145,6 +145,7 @@ def passage_seconds(measured: MeasuredModel, sizes: TrialSizes, operations: Call
         heads.append(measuring._uniform_changes(EXACT))
         heads[-1][layers[len(layers) // 2], head] = len(measuring.caches)
     rows = torch.from_numpy(np.stack(heads))
+    trial.divergence(rows, sizes.alone)  # warms up
     start_time = time.perf_counter()
     trial.divergence(rows, sizes.alone)
     token_seconds = (time.perf_counter() - start_time) / (len(rows) * sizes.alone)

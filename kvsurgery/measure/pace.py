@@ -134,7 +134,7 @@ def fitted(
     if count < least:
         minutes_needed = math.ceil((candidate.ahead + least * candidate.each) / 60)
         raise TooLittleTime(
-            f"in {minutes:g} min there is time for {max(count, 0)} {count_name}, at least {least} are needed; "
+            f"in {minutes:g} min there is time for {max(count, 0)} {count_name}, and the minimum is {least}; "
             f"give {minutes_needed} min",
             minutes_needed,
         )
