@@ -8,6 +8,7 @@ kept for each width. Then one head at a time is quantized or made streaming. At 
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -145,10 +146,9 @@ def passage_seconds(measured: MeasuredModel, sizes: TrialSizes, operations: Call
         heads.append(measuring._uniform_changes(EXACT))
         heads[-1][layers[len(layers) // 2], head] = len(measuring.caches)
     rows = torch.from_numpy(np.stack(heads))
-    trial.divergence(rows, sizes.alone)  # warms up
-    start_time = time.perf_counter()
-    trial.divergence(rows, sizes.alone)
-    token_seconds = (time.perf_counter() - start_time) / (len(rows) * sizes.alone)
+    # the least of several, which other work on the machine slows least
+    seconds = min(timeit.repeat(lambda: trial.divergence(rows, sizes.alone), number=1, repeat=3))
+    token_seconds = seconds / (len(rows) * sizes.alone)
     return ratio * (read_seconds + total * token_seconds * timed.length / sizes.length)
 
 
