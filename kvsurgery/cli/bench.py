@@ -106,6 +106,13 @@ def bench(
     kvsurgery bench ./llama3-duo --device cuda --lengths 16K,64K,128K --batches 1,4 --out report/
     torchrun --nproc-per-node 4 -m kvsurgery bench ./llama3-tp4 --out report/
     """
+    from kvsurgery.report.folder import check_neighbor, check_new, check_output
+
+    if out is not None:
+        check_output(out)
+        check_new(out)
+    quiet_transformers()
+
     from kvsurgery.bench.benchmark import benchmark, default_workload
     from kvsurgery.cli.source import source_folder
     from kvsurgery.display import console
@@ -113,13 +120,8 @@ def bench(
     from kvsurgery.evaluate import results as evaluation
     from kvsurgery.evaluate.checkpoint import check_original
     from kvsurgery.report import write_report
-    from kvsurgery.report.folder import check_neighbor, check_new, check_output
     from kvsurgery.system.processes import is_first
 
-    quiet_transformers()
-    if out is not None:
-        check_output(out)
-        check_new(out)
     original = None if source is None else source_folder(source, folder)
     if original is not None:
         check_original(original, folder)

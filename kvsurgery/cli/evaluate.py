@@ -74,6 +74,17 @@ def evaluate(
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-70b-tp8 --tasks ruler --lengths 128K --tp 8
     """
+    from kvsurgery.report.folder import check_neighbor, check_new, check_output
+
+    check_output(out)
+    check_new(out)
+    if quick and source is None:
+        raise click.UsageError("--quick compares with the original: give it with --source")
+    tasks, preset = {}, {}
+    if not quick:
+        tasks = tasks_of(ctx)
+    quiet_transformers()
+
     from kvsurgery.bench import results as benchmark
     from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.cli.source import source_folder
@@ -83,16 +94,11 @@ def evaluate(
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.report import write_report
-    from kvsurgery.report.folder import check_neighbor, check_new, check_output
     from kvsurgery.system.processes import is_first
 
-    quiet_transformers()
-    check_output(out)
-    check_new(out)
-    if quick and source is None:
-        raise click.UsageError("--quick compares with the original: give it with --source")
-    preset = quick_options(folder) if quick else {}
-    tasks = tasks_of(ctx, preset)
+    if quick:
+        preset = quick_options(folder)
+        tasks = tasks_of(ctx, preset)
     if is_converted(folder):
         models = {CONVERTED: folder}
         if source is not None:

@@ -65,6 +65,8 @@ class HelpPage(click.Command):
         if self._is_short(ctx):
             first, *_, examples = text.split("\n\n")
             text = "\n\n".join([first, "\n".join(examples.splitlines()[: 1 + EXAMPLES])])
+        if not text:
+            return
         formatter.write_paragraph()
         with formatter.indentation():
             formatter.write_text(text)

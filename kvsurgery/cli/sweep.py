@@ -60,13 +60,8 @@ def sweep(
     kvsurgery sweep ./llama3 --profile duo.safetensors --sink 4,64 --recent 256,1K --tasks perplexity --text book.txt
     kvsurgery sweep ./llama3 --profile r2.safetensors --budget 64,128,256,512,1024 --beta 1.05,1.2,2 --tasks ruler
     """
-    from kvsurgery.cli.evaluate import check_measured
     from kvsurgery.cli.source import request_of
-    from kvsurgery.display import console
-    from kvsurgery.evaluate.sweep import Grid, sweep
-    from kvsurgery.report import write_sweep
     from kvsurgery.report.folder import check_new, check_output, has_page
-    from kvsurgery.system.processes import is_first
 
     axes = {name: values for name in AXES if (values := options[name]) is not None}
     if not axes:
@@ -81,6 +76,13 @@ def sweep(
         raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")
     tasks = tasks_of(ctx)
     quiet_transformers()
+
+    from kvsurgery.cli.evaluate import check_measured
+    from kvsurgery.display import console
+    from kvsurgery.evaluate.sweep import Grid, sweep
+    from kvsurgery.report import write_sweep
+    from kvsurgery.system.processes import is_first
+
     grid = Grid(Path(request.place), request.profile, request.recipe, axes, budgets=request.budgets)
     folder, identity = request.fetched(lambda headers: replace(grid, source=headers).settings())
     run = run_options(ctx, folder)

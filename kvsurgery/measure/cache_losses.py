@@ -8,6 +8,7 @@ kept for each width. Then one head at a time is quantized or made streaming. At 
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.version import TOOL
 
 EIGHTHS = 2, 4, 6, 7, 8  # of all heads that stream together; the last ones lose most
+TIMED_CONTEXT = 512  # tokens in the cache of the passage that is timed
 SHARED = 8  # bits whose loss is too small to measure head by head: it is divided as that of the next width
 
 
@@ -122,12 +124,19 @@ def cache_losses(
     )
 
 
-def passage_seconds(measured: MeasuredModel, sizes: TrialSizes) -> float:
-    """About how long one passage takes here, from a few of its many caches."""
+def passage_seconds(measured: MeasuredModel, sizes: TrialSizes, operations: Callable[[int], float]) -> float:
+    """About how long one passage takes here, from a few caches of a shorter one.
+
+    Args:
+        operations: of a prompt, by its tokens.
+    """
     sizes.check()
-    ids = np.arange(sizes.length) % measured.model.config.get_text_config().vocab_size
+    timed = replace(sizes, passages=1, context=min(sizes.context, TIMED_CONTEXT), scored=sizes.alone)
+    ratio = operations(sizes.length) / operations(timed.length)
+    ids = np.arange(timed.length) % measured.model.config.get_text_config().vocab_size
     layers = measured.full_layers()
-    measuring = _Measuring(measured, layers, replace(sizes, passages=1), silent, Mesh())
+    total = _Measuring(measured, layers, replace(sizes, passages=1), silent, Mesh()).total
+    measuring = _Measuring(measured, layers, timed, silent, Mesh())
     start_time = time.perf_counter()
     measuring.read(ids, ())
     read_seconds = time.perf_counter() - start_time
@@ -137,10 +146,10 @@ def passage_seconds(measured: MeasuredModel, sizes: TrialSizes) -> float:
         heads.append(measuring._uniform_changes(EXACT))
         heads[-1][layers[len(layers) // 2], head] = len(measuring.caches)
     rows = torch.from_numpy(np.stack(heads))
-    start_time = time.perf_counter()
-    trial.divergence(rows, sizes.alone)
-    token_seconds = (time.perf_counter() - start_time) / (len(rows) * sizes.alone)
-    return read_seconds + measuring.total * token_seconds
+    # the least of several, which other work on the machine slows least
+    seconds = min(timeit.repeat(lambda: trial.divergence(rows, sizes.alone), number=1, repeat=3))
+    token_seconds = seconds / (len(rows) * sizes.alone)
+    return ratio * (read_seconds + total * token_seconds * timed.length / sizes.length)
 
 
 class _Measuring:

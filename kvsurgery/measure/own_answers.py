@@ -113,14 +113,10 @@ def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterat
     Raises:
         ProfileError: a prompt is as long as the shortest context, or the tokenizer does not know its words.
     """
-    prompts = [turn_tokens(measured.text, long_task(each, contexts.seed)).tolist() for each in range(count)]
-    if any(measured.text.unk_token_id in each for each in prompts):
-        raise ProfileError(
-            f"the tokenizer of {measured.name} does not know all words of the tasks; give answers of its own"
-        )
+    prompts = task_prompts(measured, count, contexts.seed)
     longest = max(map(len, prompts))
     if longest >= contexts.shortest:
-        raise ProfileError(f"prompts have up to {longest} tokens, without an answer; give a greater minimum")
+        raise ProfileError(f"prompts have up to {longest} tokens, without an answer; give a larger `min_context`")
     ends = {*end_tokens(measured.model.generation_config)}
     for start in range(0, count, TOGETHER):
         batch = prompts[start : start + TOGETHER]
@@ -141,6 +137,20 @@ def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterat
         for prompt, answer in zip(batch, sequences[:, width:].tolist(), strict=True):
             end = next((place for place, token in enumerate(answer) if token in ends), len(answer))
             yield Answer(prompt, answer[: min(end, contexts.longest - len(prompt))])
+
+
+def task_prompts(measured: MeasuredModel, count: int, seed: int) -> list[list[int]]:
+    """The tokens of tasks with long answers.
+
+    Raises:
+        ProfileError: the tokenizer does not know their words.
+    """
+    prompts = [turn_tokens(measured.text, long_task(each, seed)).tolist() for each in range(count)]
+    if any(measured.text.unk_token_id in each for each in prompts):
+        raise ProfileError(
+            f"the tokenizer of {measured.name} does not know all words of the tasks; give answers of its own"
+        )
+    return prompts
 
 
 @torch.no_grad()

@@ -106,17 +106,27 @@ class Candidate:
     ahead: float = 0.0
 
 
-def fitted(minutes: float, candidates: Iterable[Candidate], count_name: str, least: int, most: int) -> dict[str, Any]:
+def fitted(
+    minutes: float,
+    candidates: Iterable[Candidate],
+    count_name: str,
+    least: int,
+    most: int,
+    groups: int = 1,
+) -> dict[str, Any]:
     """The settings of the first candidate with time for the most samples, or else of the last, and how many fit.
 
     Args:
         candidates: one or more, each faster than the one before.
         count_name: the setting that is the number of samples.
         least, most: of them.
+        groups: of processes that share the samples, each as many; a number that is given is not changed for them.
 
     Raises:
         TooLittleTime: fewer than the least fit.
     """
+    if least < most:
+        least, most = -(-least // groups) * groups, max(most // groups, 1) * groups
     for candidate in candidates:
         count = int((60 * minutes - candidate.ahead) / candidate.each + 1e-6)
         if count >= most:
@@ -124,11 +134,11 @@ def fitted(minutes: float, candidates: Iterable[Candidate], count_name: str, lea
     if count < least:
         minutes_needed = math.ceil((candidate.ahead + least * candidate.each) / 60)
         raise TooLittleTime(
-            f"in {minutes:g} min there is time for {max(count, 0)} {count_name}, at least {least} are needed; "
+            f"in {minutes:g} min there is time for {max(count, 0)} {count_name}, and the minimum is {least}; "
             f"give {minutes_needed} min",
             minutes_needed,
         )
-    return {**candidate.settings, count_name: min(count, most)}
+    return {**candidate.settings, count_name: min(count - count % groups, most) if least < most else most}
 
 
 def mean_seconds(seconds: Callable[[int], float], shortest: int, longest: int) -> float:
@@ -169,22 +179,21 @@ def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mes
 def scaled_seconds(
     measured: MeasuredModel, tokens: int, work: Callable[[], object], mesh: Mesh = Mesh()
 ) -> Callable[[int], float]:
-    """Time some work on a prompt, and say how long it takes on others, by their tokens.
-
-    Longer prompts take more in proportion to their operations: two for each weight of a layer and each token, and for
-    each pair of a query and a key that it sees.
-    """
-    weights = sum(weight.numel() for weight in decoder_of(measured.model).layers.parameters())
-    width = measured.dimensions.query_width
-
-    def operations(length: int) -> float:
-        return 2.0 * weights * length + 2.0 * width * length**2
-
+    """Time some work on a prompt, and say how long it takes on others, by their tokens."""
+    operations = operations_of(measured)
     work()  # warms up
     start_time = time.perf_counter()
     work()
     seconds = mesh.processes.agree(time.perf_counter() - start_time)
     return lambda length: seconds * operations(length) / operations(tokens)
+
+
+def operations_of(measured: MeasuredModel) -> Callable[[int], float]:
+    """How many operations a prompt takes, by its tokens: two for each weight of a layer and each token, and for each
+    pair of a query and a key that it sees."""
+    weights = sum(weight.numel() for weight in decoder_of(measured.model).layers.parameters())
+    width = measured.dimensions.query_width
+    return lambda length: 2.0 * weights * length + 2.0 * width * length**2
 
 
 def timed_ids(measured: MeasuredModel) -> np.ndarray:

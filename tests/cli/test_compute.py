@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.display import console
-from kvsurgery.measure import pace, settling, training, training_state
+from kvsurgery.measure import cache_losses, own_answers, pace, settling, training, training_state
 from kvsurgery.measure.prompts import Contexts
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
@@ -308,6 +308,119 @@ def test_needles(recalling):
     assert f"{made.provenance['successes']} right" in said.err
     # query heads 2, 3, 6 and 7 of layer 1 read facts
     assert {*np.argsort(made.scores, axis=None)[-3:]} <= {10, 11, 14, 15}
+
+
+@pytest.fixture
+def tenths(monkeypatch):
+    """Work is timed, and then said to take a tenth of a second for each thousand tokens."""
+    timed = []
+
+    def said(real, seconds):
+        def timing(*arguments, **options):
+            timed.append(real(*arguments, **options))
+            return seconds
+
+        return timing
+
+    monkeypatch.setattr(pace, "scaled_seconds", said(pace.scaled_seconds, lambda tokens: tokens / 10_000))
+    monkeypatch.setattr(cache_losses, "passage_seconds", said(cache_losses.passage_seconds, 0.1))
+    monkeypatch.setattr(own_answers, "token_seconds", said(own_answers.token_seconds, 0.001))
+    for name, steps in {"MOST_STEPS": 5, "WANTED_STEPS": 4, "LEAST_STEPS": 3}.items():
+        monkeypatch.setattr(pace, name, steps)
+    return timed
+
+
+@pytest.mark.parametrize(
+    ("method", "typed", "numbers", "minutes", "chosen"),
+    [
+        (
+            "attention",
+            ["--passkey-tokens", 3],
+            {"SAMPLES": 3, "LEAST_SAMPLES": 2},
+            0.005,
+            "--min-context 512 --max-context 1024 --samples 3 --passkeys 5",
+        ),
+        ("attention", ["--samples", 2, *PROMPTS], {}, 0.005, "--min-context 400 --max-context 500 --samples 2"),
+        (
+            "reform",
+            ["--chunk", 512],
+            {"CONTEXT": 800, "SAMPLES": 3, "LEAST_SAMPLES": 1},
+            0.011,
+            "--context 768 --samples 2",
+        ),
+        ("headkv-r", ["--lengths", "256,300"], {}, 0.004, "--lengths 256,300 --depths 0.0,0.33,0.67,1.0"),
+        ("kv-bits", ["--context", 400, "--sink", 4, "--recent", 32], {"PASSAGES": 2}, 0.002, "--samples 1"),
+    ],
+    ids=["attention", "given", "reform", "headkv-r", "kv-bits"],
+)
+def test_minutes_choose_what_fits(folder, recalling, tenths, method, typed, numbers, minutes, chosen, monkeypatch):
+    """Options that are printed, and give the same again when they are typed; an interrupted run keeps them."""
+    words = {"kv-bits": ["--text", "text.txt"], "headkv-r": recalling[1:5]}.get(method, [])
+    Path("text.txt").write_text(" ".join([Path("text.txt").read_text()] * 3))
+    for name, number in numbers.items():
+        monkeypatch.setattr(f"kvsurgery.measure.methods.{method.partition('-r')[0].replace('-', '_')}.{name}", number)
+    start = ["profile", "compute", recalling[0] if words else folder, "--method", method, *words, *typed]
+    said = done(*start, "--minutes", minutes, "-o", "p.safetensors")
+    assert f"chosen for {minutes} min: {chosen}" in said.err
+    assert len(tenths) == 1
+    printed = shlex.split(re.search(r"chosen for .* min: (.*)", said.err)[1])
+    done(*start, *printed, "-o", "typed.safetensors")
+    assert Path("typed.safetensors").read_bytes() == Path("p.safetensors").read_bytes()
+
+    few = run(*start, "--minutes", 1e-5, "-o", "q.safetensors").err
+    assert "in 1e-05 min there is time for 0 " in few
+    command = shlex.split(few[few.index("kvsurgery profile compute") :])
+    assert command[-2:] == ["--minutes", "1"]
+    assert not Path("q.safetensors").exists()
+    done(*command[1:])
+    assert Path("q.safetensors").exists()
+
+
+def test_an_interrupted_measurement_goes_on_with_what_was_chosen(folder, tenths, monkeypatch):
+    monkeypatch.setattr("kvsurgery.measure.methods.attention.LEAST_SAMPLES", 2)
+    start = ["profile", "compute", folder, "--method", "attention", *PROMPTS, "--minutes", 0.003]
+    done(*start, "-o", "whole.safetensors")
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvsurgery.measure.attention.attention_profile", interrupted)
+        stopped = run(*start, "-o", "p.safetensors")
+    assert stopped.code == 130
+    assert "the same command goes on from p.safetensors.samples.jsonl" in stopped.err
+    monkeypatch.setattr(pace, "scaled_seconds", lambda *arguments: pytest.fail("the time was chosen before"))
+    said = done(*start, "-o", "p.safetensors")
+    assert "timing" not in said.err
+    assert "chosen for 0.003 min: --min-context 400 --max-context 500 --samples 4 --passkeys 2" in said.err
+    assert Path("p.safetensors").read_bytes() == Path("whole.safetensors").read_bytes()
+
+
+def test_minutes_of_own_answers(folder, tenths, monkeypatch):
+    """Prompts are longer than the tasks; a training that goes on has as many answers as before."""
+    monkeypatch.setattr("kvsurgery.measure.methods.rlkv_lite.SAMPLES", 3)
+    monkeypatch.setattr("kvsurgery.measure.methods.rlkv_lite.LEAST_SAMPLES", 2)
+    start = ["profile", "compute", folder, "--method", "rlkv-lite", "--sink", 4, "--recent", 16, "--max-context", 380]
+    start += ["--checkpoint", "state", "--minutes", 0.05]
+    said = done(*start, "-o", "p.safetensors")
+    made = HeadProfile.load("p.safetensors")
+    data = made.provenance["data"]
+    assert f"--samples 3 --min-context {data['shortest']} --max-context 380 --steps 4" in said.err
+    assert (data["answers"], made.provenance["steps"], made.provenance["until_settled"]) == (3, 4, True)
+    monkeypatch.setattr(pace, "scaled_seconds", lambda *arguments: pytest.fail("the time was chosen before"))
+    monkeypatch.setattr("kvsurgery.measure.methods.rlkv_lite.SAMPLES", 5)
+    again = done(*start, "--resume", "-o", "again.safetensors")
+    assert "chosen for" not in again.err
+    assert HeadProfile.load("again.safetensors") == made
+    other = [*start, "--min-context", data["shortest"] + 1, "--resume", "-o", "q.safetensors"]
+    assert "data shortest is" in refused(*other)
+
+
+def test_a_cpu_without_sizes_gets_a_time(folder, tenths, monkeypatch):
+    monkeypatch.setattr("kvsurgery.measure.methods.reform.SAMPLES", 1)
+    monkeypatch.setattr("kvsurgery.measure.methods.reform.CONTEXT", 600)
+    said = done("profile", "compute", folder, "--method", "reform", "--chunk", 512, "-o", "p.safetensors")
+    assert "chosen for 20 min: --context 600 --samples 1\n" in said.err
 
 
 def test_a_model_that_answers_nothing_has_no_scores(folder):

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import click
 import pytest
@@ -14,6 +15,7 @@ from click.shell_completion import ShellComplete, get_completion_class
 
 from kvsurgery.cli import cli
 from tests.helpers.command import HEAVY, done
+from tests.helpers.tiny_recall import FOLDER
 
 
 def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:
@@ -48,6 +50,35 @@ def test_help_loads_nothing_heavy(paths: Sequence[str], heavy: set[str]) -> None
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bench MODEL --out out",
+        "eval MODEL --out out",
+        "eval MODEL --source MODEL --quick --out out",
+        "sweep MODEL --profile PROFILE --sparsity 0.5 --tasks needle --out out",
+        "profile compute MODEL --checkpoint state -o out",
+        "profile compute MODEL --method rlkv-lite --checkpoint state --answers answers -o out",
+        "profile compute MODEL --method kv-bits --text README -o out",
+        "profile compute MODEL --method headkv-r -o out",
+    ],
+)
+def test_what_takes_seconds_to_load_is_said_before(arguments: str, tmp_path: Path) -> None:
+    script = (
+        f"import sys, click; HEAVY = {HEAVY - {'numpy'}}\n"
+        "def said(line, **options):\n"
+        "    sys.exit(f'{line} {options} {HEAVY & sys.modules.keys()}')\n"
+        "click.echo = said\n"
+        "from kvsurgery.cli import main\n"
+        "main()"
+    )
+    places = {"MODEL": FOLDER / "model", "PROFILE": FOLDER / "profile.safetensors", "README": FOLDER / "README.md"}
+    words = [str(places.get(word, word)) for word in arguments.split()]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr == "loading torch and transformers {'err': True} set()\n"
+    assert not any(tmp_path.iterdir())
 
 
 def test_ctrl_c_while_modules_load_is_one_line() -> None:

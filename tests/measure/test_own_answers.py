@@ -82,7 +82,7 @@ def test_tasks_alternate_and_repeat():
 
 
 def test_contexts_without_room(measured):
-    with pytest.raises(ProfileError, match="tokens, without an answer; give a greater minimum"):
+    with pytest.raises(ProfileError, match="tokens, without an answer; give a larger `min_context`"):
         OwnAnswers.of(measured, Contexts(20, 30), 2)
 
 

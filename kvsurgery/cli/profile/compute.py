@@ -106,17 +106,19 @@ def compute(
     """
     configured_method = _configured_method(ctx, method, seed)
 
-    from kvsurgery.cli.profile.saving import remember
-    from kvsurgery.display import console
-    from kvsurgery.errors import Interrupted, TooLittleTime
-    from kvsurgery.measure.mesh import Mesh
-    from kvsurgery.measure.methods.method import Reporter, SampledMethod
     from kvsurgery.system.files import check_new_file
 
     check_revision(source, revision)
     check_new_file(out)
     configured_method.check()
     quiet_transformers()
+    configured_method.check_state()
+
+    from kvsurgery.cli.profile.saving import remember
+    from kvsurgery.display import console
+    from kvsurgery.errors import Interrupted, TooLittleTime
+    from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.methods.method import Reporter, SampledMethod
     from kvsurgery.system.processes import started_processes
 
     with started_processes(device) as processes:

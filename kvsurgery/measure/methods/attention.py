@@ -78,5 +78,5 @@ class Attention(PasskeyMethod, SampledMethod):
             for shortest, longest in length_pairs(measured.max_context, Lengths(self.min_context, self.max_context), 0)
         )
         least, most = (LEAST_SAMPLES, SAMPLES) if self.samples is None else (self.samples, self.samples)
-        plan = fitted(self.minutes or 0, candidates, "samples", least, most)
+        plan = fitted(self.minutes or 0, candidates, "samples", least, most, mesh.groups)
         return {**plan, "passkeys": self.fitting_passkeys(measured, plan["min_context"])}

@@ -72,19 +72,23 @@ class GateMethod(ContextMethod):
 
     def check(self) -> None:
         from kvsurgery.display.figure import check_picture
-        from kvsurgery.measure.training_state import TrainingState
         from kvsurgery.system.files import check_file
 
         super().check()
         self.options()
         if self.checkpoint is not None:
             check_file(self.checkpoint)
+        if self.curve is not None:
+            check_picture(self.curve)
+
+    def check_state(self) -> None:
+        from kvsurgery.measure.training_state import TrainingState
+
+        if self.checkpoint is not None:
             if self.resume:
                 TrainingState.require(self.checkpoint)
             else:
                 TrainingState.refuse_to_replace(self.checkpoint)
-        if self.curve is not None:
-            check_picture(self.curve)
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
         from kvsurgery.measure.training import KeptState, train_gates

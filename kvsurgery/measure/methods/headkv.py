@@ -87,7 +87,8 @@ class HeadKV(SampledMethod):
             return Candidate({"lengths": lengths}, depth_seconds, trial_count * seconds(min(lengths)) / mesh.groups)
 
         pairs = length_pairs(measured.max_context - ROOM, Lengths(), 0)
-        grids = [self.lengths] if self.lengths else [default_lengths(longest + ROOM) for _, longest in pairs]
+        default_grids = (tuple(dict.fromkeys(default_lengths(longest + ROOM))) for _, longest in pairs)
+        grids = [self.lengths] if self.lengths else default_grids
         given = len(self.depths) if self.depths else None
         least, most = (LEAST_DEPTHS, len(DEPTHS)) if given is None else (given, given)
         plan = fitted(self.minutes or 0, map(candidate, grids), "depths", least, most)

@@ -47,8 +47,7 @@ class KVBits(PacedMethod):
 
         return TrialSizes(passages=self.passages or PASSAGES, context=self.context, sink=self.sink, recent=self.recent)
 
-    def check(self) -> None:
-        super().check()
+    def check_state(self) -> None:
         self.sizes.check()
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
@@ -71,10 +70,9 @@ class KVBits(PacedMethod):
 
     def plan(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
         from kvsurgery.measure.cache_losses import passage_seconds
-        from kvsurgery.measure.pace import Candidate, fitted
+        from kvsurgery.measure.pace import Candidate, fitted, operations_of
 
-        seconds = mesh.processes.agree(passage_seconds(measured, self.sizes))
+        seconds = mesh.processes.agree(passage_seconds(measured, self.sizes, operations_of(measured)))
         least, most = (1, PASSAGES) if self.passages is None else (self.passages, self.passages)
-        world = mesh.processes.world
-        rounds = fitted(self.minutes or 0, [Candidate({}, seconds)], "passages", -(-least // world), -(-most // world))
-        return {"passages": min(rounds["passages"] * world, most)}
+        candidate = Candidate({}, seconds / mesh.groups)
+        return {"passages": fitted(self.minutes or 0, [candidate], "samples", least, most, mesh.groups)["samples"]}

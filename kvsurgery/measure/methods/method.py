@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError
-from kvsurgery.setting import setting, text_setting
+from kvsurgery.setting import setting, settings_of, text_setting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,6 +104,13 @@ class Method(ABC):
 
         check_text(self.text)
 
+    def check_state(self) -> None:  # noqa: B027  # most methods have nothing to check here
+        """Check what needs torch, but no model: the state of an earlier run among it.
+
+        Raises:
+            KVSurgeryError: it cannot be gone on with, or would be replaced.
+        """
+
     @abstractmethod
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
         """Measure a model, on the processes of a mesh.
@@ -125,14 +132,15 @@ class PacedMethod(Method):
         """
         if self.minutes is None:
             return self
-        reporter.note(f"timing some of the work, to fit {self.minutes:g} min")
-        plan = self.plan_once(measured, mesh)
-        chosen_text = " ".join(f"`{name}` {_as_typed(value)}" for name, value in plan.items())
+        plan = self.plan_once(measured, mesh, reporter)
+        options = {name: entry.option for name, entry in settings_of(type(self)).items()}
+        chosen_text = " ".join(f"`{options[name]}` {_as_typed(value)}" for name, value in plan.items())
         reporter.note(f"chosen for {self.minutes:g} min: {chosen_text}")
         return replace(self, minutes=None, **plan)
 
-    def plan_once(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
+    def plan_once(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> dict[str, Any]:
         """The plan, or that of the interrupted measurement to go on with."""
+        reporter.note(f"timing some of the work, to fit {self.minutes:g} min")
         return self.plan(measured, mesh)
 
     @abstractmethod
@@ -154,12 +162,13 @@ class SampledMethod(PacedMethod):
 
     kept: Path | None = None
 
-    def plan_once(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
+    def plan_once(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> dict[str, Any]:
         from kvsurgery.measure.kept_samples import KeptSamples
 
         asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kept"}
         kept_plans = KeptSamples(self.kept, measured, "plan")
-        plan, _ = kept_plans.result([str(asked)], lambda: {"plan": json.dumps(self.plan(measured, mesh))})
+        super_plan = super().plan_once
+        plan, _ = kept_plans.result([str(asked)], lambda: {"plan": json.dumps(super_plan(measured, mesh, reporter))})
         chosen = json.loads(plan["plan"])
         return {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
 

@@ -49,15 +49,18 @@ class RLKVLite(GateMethod):
             )
 
     def check(self) -> None:
-        from kvsurgery.measure.own_answers import read_answers
         from kvsurgery.system.files import check_file
 
-        if self.answers is not None:
-            if self.answers.exists():
-                read_answers(self.answers)
-            else:
-                check_file(self.answers)
+        if self.answers is not None and not self.answers.exists():
+            check_file(self.answers)
         super().check()
+
+    def check_state(self) -> None:
+        from kvsurgery.measure.own_answers import read_answers
+
+        super().check_state()
+        if self.answers is not None and self.answers.exists():
+            read_answers(self.answers)
 
     def prompts(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> OwnAnswers:
         from kvsurgery.measure.own_answers import OwnAnswers
@@ -75,12 +78,14 @@ class RLKVLite(GateMethod):
         if saved_facts is not None:
             saved = TrainingPlan.of(saved_facts)
             plan = {"steps": saved.steps, "min_context": saved.min_context, "max_context": saved.max_context}
+            plan["samples"] = saved_facts["data"].get("answers")
         else:
             reporter.note("timing some answers and steps of the training")
             plan = self.plan(measured, mesh)
             chosen_text = " ".join(f"`{name}` {value}" for name, value in plan.items())
             reporter.note(f"chosen for {self.minutes:g} min: {chosen_text}")
-        return replace(self, minutes=None, until_settled=True, **plan)
+        given = {name: value for name in plan if (value := getattr(self, name)) is not None}
+        return replace(self, minutes=None, until_settled=True, **(plan | given))
 
     def plan(self, measured: MeasuredModel, mesh: Mesh) -> dict[str, Any]:
         """Settings of which generation and training both fit the time.
@@ -88,7 +93,7 @@ class RLKVLite(GateMethod):
         Raises:
             TooLittleTime: there is time for too few steps.
         """
-        from kvsurgery.measure.own_answers import TOGETHER, token_seconds
+        from kvsurgery.measure.own_answers import TOGETHER, task_prompts, token_seconds
         from kvsurgery.measure.pace import (
             LEAST_STEPS,
             WANTED_STEPS,
@@ -101,12 +106,15 @@ class RLKVLite(GateMethod):
         )
 
         is_read = self.answers is not None and self.answers.exists()
+        # what every prompt has to be longer than: the window, and a task without its answer
+        least_tokens = self.sink + self.recent
+        if not is_read:
+            least_tokens = max(least_tokens, *map(len, task_prompts(measured, self.samples or SAMPLES, self.seed)))
         answer_seconds = 0.0 if is_read else mesh.processes.agree(token_seconds(measured, TIMED_TOKENS))
-        seconds = step_seconds(measured, self.options(), mesh)
-        window, lengths = self.sink + self.recent, Lengths(self.min_context, self.max_context)
+        seconds, lengths = step_seconds(measured, self.options(), mesh), Lengths(self.min_context, self.max_context)
 
         def candidates():
-            for shortest, longest in length_pairs(measured.max_context, lengths, window):
+            for shortest, longest in length_pairs(measured.max_context, lengths, least_tokens):
                 batch_seconds = longest * answer_seconds
                 batches = int(60 * (self.minutes or 0) * ANSWERING / batch_seconds) if batch_seconds else SAMPLES
                 samples = self.samples or min(max(batches * TOGETHER, LEAST_SAMPLES), SAMPLES)
