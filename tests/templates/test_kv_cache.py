@@ -376,13 +376,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match="brings its own KV cache"):
             llama.generate(tokens(1, 5), max_new_tokens=2, cache_implementation=implementation)
 
-    def test_packed_sequences(self, llama):
-        position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-        with pytest.raises(ValueError, match="packed"):
-            llama(tokens(1, 7), position_ids=position_ids, use_cache=False)
-        with pytest.raises(ValueError, match="packed"):
-            llama(tokens(1, 7), position_ids=position_ids)
-
     def test_heads_split_over_ranks(self, mixed):
         model = mixed("llama").load()
         attention = model.model.layers[0].self_attn
