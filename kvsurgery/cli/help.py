@@ -63,8 +63,9 @@ class HelpPage(click.Command):
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         text = inspect.cleandoc(self.help or "")
         if self._is_short(ctx):
-            first, *_, examples = text.split("\n\n")
-            text = "\n\n".join([first, "\n".join(examples.splitlines()[: 1 + EXAMPLES])])
+            first, *others = text.split("\n\n")
+            examples = "\n".join(others[-1].splitlines()[: 1 + EXAMPLES]) if others else ""
+            text = f"{first}\n\n{examples}".rstrip()
         if not text:
             return
         formatter.write_paragraph()

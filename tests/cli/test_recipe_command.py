@@ -77,8 +77,8 @@ def test_the_profile_may_come_from_either(here):
 
 
 def test_groups_of_options():
-    text = done("convert", "--help").out
+    text = done("convert", "--help-all").out
     places = [text.index(f"\n{group}:\n") for group in ("Heads", "Cache", "Long prompts", "Several devices", "Running")]
     assert places == sorted(places)
     assert places[0] < text.index("--full-heads INTEGER") < places[1] < text.index("--sink") < places[2]
-    assert "\nEvaluation:\n" in done("sweep", "--help").out
+    assert "\nEvaluation:\n" in done("sweep", "--help-all").out

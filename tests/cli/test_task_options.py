@@ -59,7 +59,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[click.C
 
 
 def test_help_offers_a_new_tasks_settings(command: click.Command) -> None:
-    text = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
+    text = " ".join(CliRunner().invoke(command, ["--help-all"]).output.split())
     assert f"Any of {', '.join(sorted(tasks.task_classes()))}." in text
     assert "Any of babilong, cloze, counting, " in text
     assert "counting: --counting-most INTEGER RANGE The number to count to. [default: 7]" in text
