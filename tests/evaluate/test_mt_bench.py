@@ -95,7 +95,7 @@ def test_answers_are_written_for_a_judge(full, tmp_path):
     assert len(one[0].pop("choices")[0]["turns"]) == 2
     asked = {"category": "writing", "questions": ["Who?", "And then?"], "reference": ["She."]}
     assert one[0] == {"question_id": 81, "model_id": "original", **asked}
-    assert noted[0] == (
+    assert noted[1] == (
         f"talk has no score: answers of the original model for a judge are in {tmp_path / 'talk-original.jsonl'}"
     )
     write_report(tmp_path)
@@ -111,4 +111,4 @@ def test_questions_without_an_answer_are_counted(tmp_path):
     assert results.judged == {"talk": 0}
     assert results.left_out == {"talk": {"original: prompt and answer are beyond 4096 positions": 2}}
     assert Results.load(tmp_path) == results
-    assert noted[0].endswith("talk-original.jsonl (2 left out: prompt and answer are beyond 4096 positions)")
+    assert noted[-1].endswith("talk-original.jsonl (2 left out: prompt and answer are beyond 4096 positions)")
