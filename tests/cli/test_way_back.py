@@ -86,7 +86,9 @@ class TestWayBack:
         monkeypatch.chdir(tmp_path)
         mixed("llama").load().save_pretrained("again")
         for command in (("verify",), ("revert", "--out", "out")):
-            nothing_happens(tmp_path, "again is a converted checkpoint that save_pretrained wrote again", *command, "again")
+            nothing_happens(
+                tmp_path, "again is a converted checkpoint that save_pretrained wrote again", *command, "again"
+            )
 
 
 def test_debug_shows_the_traceback(here: Path) -> None:
