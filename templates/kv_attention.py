@@ -16,7 +16,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface
@@ -37,10 +37,20 @@ except ImportError:  # no triton: torch does everything
 
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
-# the config of the decoder with layouts whose forward is under way; a model of a stock class may have the same config
-RUNNING: ContextVar[Any] = ContextVar("RUNNING", default=None)
 # attention of queries [batch, query_heads, n, head_dim] at the last n columns of a forward, over what was stored of it
 Read = Callable[[torch.Tensor, Scoring], torch.Tensor]
+
+
+class Forward(NamedTuple):
+    """A forward of a decoder with layouts, or of a model around it."""
+
+    config: Any = None  # the decoder's; a model of a stock class may have the same
+    checked: bool = False  # whether its arguments have been
+    starts: torch.Tensor | None = None  # where the texts of its rows begin, once they have
+
+
+# forwards that are under way, the innermost last
+RUNNING: ContextVar[tuple[Forward, ...]] = ContextVar("RUNNING", default=(Forward(),))
 
 
 class AttentionModule(Protocol):
@@ -51,7 +61,7 @@ class AttentionModule(Protocol):
 
 def mask_for(*args, config: Any, **options) -> torch.Tensor | None:
     """The mask function that stock decoders call: of stock SDPA where the attention modules have no layouts."""
-    if RUNNING.get() is config:
+    if RUNNING.get()[-1].config is config:
         return padding_mask(*args, **options)
     return AttentionMaskInterface()["sdpa"](*args, config=config, **options)
 
@@ -123,7 +133,6 @@ def attention(
 
     Raises:
         TypeError: a cache of another class, or a mask that is not two-dimensional.
-        ValueError: tokens would see later ones.
         RuntimeError: heads are split in a way that the layout does not know (tensor parallelism).
     """
     if not hasattr(module, "kv_layout"):
@@ -143,8 +152,6 @@ def attention(
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
     elif attention_mask is not None and (attention_mask.dtype != torch.int64 or attention_mask.shape[1:3] != (1, 1)):
         raise TypeError("attention masks must be two-dimensional padding masks")
-    if query.shape[2] > 1 and not (kwargs.get("is_causal", True) and getattr(module, "is_causal", True)):
-        raise ValueError(NOT_CAUSAL)
     local_layout = own_layout(layout, key.shape[1], module)
     if layer is not None and local_layout is not layout:
         layer.hold(local_layout, key)

@@ -420,11 +420,6 @@ class KVSurgeryCache(HandingCache):
             raise ValueError(f"the cache holds {stored_rows} rows, the input has {rows}")
         self.columns.begin(mask, rows, tokens, self.get_seq_length())
 
-    @property
-    def announced(self) -> bool:
-        """Whether a forward is under way."""
-        return self.columns.expected > self.get_seq_length()
-
     def reserve(self, capacity: int) -> None:
         """State how many tokens the cache will hold, so that storage is allocated once and exactly."""
         self.columns.reserved = max(self.columns.reserved, capacity)

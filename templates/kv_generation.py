@@ -11,7 +11,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from .kv_adapters import check_adapters
-from .kv_attention import NAME, RUNNING
+from .kv_attention import NAME, RUNNING, Forward
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
 from .kv_graph import DecodeGraph
 from .kv_heads import selecting_heads
@@ -39,12 +39,12 @@ class KVSurgeryModel:
                 decoder_layer.self_attn.kv_layout = layer
             else:
                 decoder_layer.linear_attn.register_forward_pre_hook(mask_padding, with_kwargs=True)
-        if decoder is not self:
-            decoder.register_forward_pre_hook(announce, with_kwargs=True)
         for module in self.modules():
-            if any(part is decoder for part in module.modules()):
+            if module is not self and any(part is decoder for part in module.modules()):
                 module.register_forward_pre_hook(enter)
                 module.register_forward_hook(leave, always_call=True)
+        if decoder is not self:
+            decoder.register_forward_pre_hook(announce, with_kwargs=True)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, config: Any = None, **kwargs) -> Any:
@@ -159,6 +159,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
             inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
             cache.restart()
             inputs[CACHE] = cache
+            inputs.pop("cache_position", None)  # of the newest token, in version 4
         return inputs
 
     def _sample(self, *args, **kwargs) -> Any:
@@ -229,7 +230,7 @@ def with_kv_cache(forward: Callable) -> Callable:
                 "this checkpoint's cache keeps fewer keys and values than another model would read of it; leave "
                 "return_shared_kv_states out, and assistant models that read the target's cache"
             )
-        starts = text_starts(arguments, config, *shape)
+        starts = text_starts(arguments, decoder, *shape)
         if starts is not None and decoder is self:
             arguments.update(attention_mask=starts, use_cache=False)
         if use_cache is None:
@@ -243,18 +244,16 @@ def with_kv_cache(forward: Callable) -> Callable:
         if cache is not None:
             check_cache(cache)
             cache.begin(mask, *shape)
-        if cache is not None and cache.columns.expected > shape[1] == 1 and isinstance(self, KVSurgeryGeneration):
-            cache.graph = cache.graph or DecodeGraph()
-            output = cache.graph.step(forward, self, arguments, cache)
-            if output is not None:
-                return output
-        if decoder is self and RUNNING.get() is not config:  # `forward` was called, and no hook
-            enter(self)
-            try:
-                return forward(self, **arguments)
-            finally:
-                leave()
-        return forward(self, **arguments)
+        depth = enter_checked(config, starts)
+        try:
+            if cache is not None and cache.columns.expected > shape[1] == 1 and isinstance(self, KVSurgeryGeneration):
+                cache.graph = cache.graph or DecodeGraph()
+                output = cache.graph.step(forward, self, arguments, cache)
+                if output is not None:
+                    return output
+            return forward(self, **arguments)
+        finally:  # an interrupt calls no hook
+            return_to(depth)
 
     return wrapper
 
@@ -267,29 +266,45 @@ def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> tuple[tupl
         return None
     if cache is not None:
         check_cache(cache)
-        if cache.announced:
-            return None
     arguments = by_name(inspect.signature(decoder.forward).bind_partial(*args, **options))
     cache, shape = arguments.setdefault(CACHE, cache), input_shape(arguments)
     if shape is None:  # stock code says what is missing
         return None
-    mask = padding_of(arguments.get("attention_mask"), shape[1])
-    starts = text_starts({**arguments, "attention_mask": mask}, decoder.config, *shape)
-    if isinstance(cache, KVSurgeryCache):
-        cache.begin(mask, *shape)
+    under_way = RUNNING.get()[-1]
+    starts = under_way.starts
+    if not under_way.checked:
+        mask = padding_of(arguments.get("attention_mask"), shape[1])
+        starts = text_starts({**arguments, "attention_mask": mask}, decoder, *shape)
+        if isinstance(cache, KVSurgeryCache):
+            cache.begin(mask, *shape)
     return None if starts is None else ((), {**arguments, "attention_mask": starts, "use_cache": False})
 
 
 @torch.compiler.disable
+def enter_checked(config: Any, starts: torch.Tensor | None) -> int:
+    """State that a forward is under way whose arguments have been checked; returns how many others it lies in."""
+    forwards = RUNNING.get()
+    RUNNING.set((*forwards, Forward(config, checked=True, starts=starts)))
+    return len(forwards)
+
+
+@torch.compiler.disable
+def return_to(depth: int) -> None:
+    """State that no forward is under way but the outermost ones."""
+    RUNNING.set(RUNNING.get()[:depth])
+
+
+@torch.compiler.disable
 def enter(module: torch.nn.Module, *args) -> None:
-    """State whose forward is under way: of a model, its decoder, or what lies between."""
-    RUNNING.set(text_config(module.config))
+    """State whose forward is under way: of the decoder, or of what lies between it and the model."""
+    forwards, config = RUNNING.get(), text_config(module.config)
+    RUNNING.set((*forwards, forwards[-1] if forwards[-1].config is config else Forward(config)))
 
 
 @torch.compiler.disable
 def leave(*args) -> None:
     """State that the forward has ended."""
-    RUNNING.set(None)
+    RUNNING.set(RUNNING.get()[:-1])
 
 
 def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:

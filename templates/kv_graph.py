@@ -27,8 +27,8 @@ EAGER_STEPS = 2  # steps over the same storage before one is captured; they comp
 WORTHWHILE = 8  # steps to come, for which a capture pays: on an H100 it paid after two or three
 # arguments of a forward that a graph can stand for; others must be unset
 ARGUMENTS = {
-    *("self", "input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position"),
-    *("logits_to_keep", "return_dict", "kwargs", "image_sizes"),
+    *("input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position"),
+    *("logits_to_keep", "return_dict", "image_sizes"),
 }
 # outputs that a config may ask for beside logits
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")

@@ -21,8 +21,12 @@ NOT_CAUSAL = (
 
 def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     """The arguments of a call by name, without the model that is called."""
-    arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    return {name: value for name, value in arguments.items() if name not in ("self", "kwargs")}
+    arguments = {}
+    for name, value in bound.arguments.items():
+        is_variadic = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        arguments |= value if is_variadic else {name: value}
+    arguments.pop("self", None)
+    return arguments
 
 
 def input_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -32,7 +36,7 @@ def input_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
     return None if inputs is None else inputs.shape[:2]
 
 
-def text_starts(arguments: Mapping[str, Any], config: Any, rows: int, tokens: int) -> torch.Tensor | None:
+def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: int, tokens: int) -> torch.Tensor | None:
     """Check the arguments of a forward, and tell where the texts of its rows begin.
 
     Without an attention mask, a text begins wherever `position_ids` do not go on by 1, as in stock attention. Waits for
@@ -40,7 +44,7 @@ def text_starts(arguments: Mapping[str, Any], config: Any, rows: int, tokens: in
 
     Args:
         arguments: of the model, or of its decoder.
-        config: the decoder's.
+        decoder: the text model.
         rows, tokens: shape of the input.
 
     Returns:
@@ -50,8 +54,10 @@ def text_starts(arguments: Mapping[str, Any], config: Any, rows: int, tokens: in
         TypeError: a mask that is not two-dimensional.
         ValueError: an argument that this checkpoint's attention does not know, or texts that it cannot tell apart.
     """
+    config = decoder.config
+    given = {"output_attentions": getattr(config, "output_attentions", None), **arguments}
     for name in UNKNOWN:
-        if arguments.get(name) is not None and arguments[name] is not False:
+        if given.get(name) is not None and given[name] is not False:
             raise ValueError(
                 f"{name} does not apply: this checkpoint has an attention of its own; leave it out, or load the "
                 "checkpoint without trust_remote_code"
@@ -61,9 +67,13 @@ def text_starts(arguments: Mapping[str, Any], config: Any, rows: int, tokens: in
         raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
     if mask is not None and cache is None and mask.shape[1] != tokens:
         raise ValueError(f"the attention mask covers {mask.shape[1]} tokens, the input has {tokens}")
+    _check_columns(arguments.get("cache_position"), cache, tokens)
     if tokens == 1:
         return None
-    if arguments.get("is_causal") is False or not getattr(config, "is_causal", True):
+    attentions = (getattr(layer, "self_attn", None) for layer in decoder.get_submodule("layers").children())
+    if arguments.get("is_causal") is False or not all(
+        getattr(part, "is_causal", True) for part in (config, *attentions)
+    ):
         raise ValueError(NOT_CAUSAL)
     starts = _starts(arguments.get("position_ids"), mask, tokens)
     _check_lengths(arguments, starts, rows)
@@ -94,6 +104,18 @@ def padding_of(mask: Any, tokens: int) -> Any:
     return (torch.arange(tokens, device=pads[0].device) >= pads[0][:, 0, 0]).long() if pads else None
 
 
+def _check_columns(cache_position: torch.Tensor | None, cache: Any, tokens: int) -> None:
+    """Raise ValueError where an input is to be stored elsewhere than after what the cache holds."""
+    if cache_position is None:
+        return
+    first = 0 if cache is None else cache.get_seq_length()
+    if cache_position.tolist() != [*range(first, first + tokens)]:
+        raise ValueError(
+            f"cache_position must count the {tokens} tokens of the input from {first} on, after those of the cache; "
+            "leave it out, and crop() or reset() the cache to read tokens anew"
+        )
+
+
 def _starts(position_ids: torch.Tensor | None, mask: torch.Tensor | None, tokens: int) -> torch.Tensor:
     """The first column of each column's text, int64 [1 or rows, tokens] on the host.
 
@@ -101,9 +123,12 @@ def _starts(position_ids: torch.Tensor | None, mask: torch.Tensor | None, tokens
     """
     borders = torch.zeros(1, max(tokens - 1, 0), dtype=torch.bool)
     if position_ids is not None:
-        of_images = position_ids.ndim == 3 and len(position_ids) != 4  # time, height, width: the time may stand still
-        steps = (position_ids[0] if position_ids.ndim == 3 else position_ids).diff(dim=-1)
-        borders = steps < 0 if of_images else steps != 1 if mask is None else steps < 1
+        steps = position_ids.diff(dim=-1)
+        if steps.ndim == 3 and len(steps) != 4:  # time, height and width, of which the tokens of an image share some
+            borders = (steps[0] < 0) | (steps == 0).all(0)
+        else:
+            steps = steps[0] if steps.ndim == 3 else steps
+            borders = steps != 1 if mask is None else steps < 1
     if mask is not None:
         numbers = mask[:, -tokens:]
         if position_ids is not None:

@@ -186,6 +186,26 @@ def test_a_decoder_stepped_alone_with_the_cache_that_it_made(mixed, family):
             decoder(ids[:, :1], **{CACHE: cache})
 
 
+@pytest.mark.parametrize("first", [0, 10, 11])
+@pytest.mark.parametrize("new", [1, 4])
+@pytest.mark.parametrize("door", [lambda model: model, lambda model: model.get_decoder()], ids=["model", "decoder"])
+def test_columns_other_than_those_after_the_cache_are_refused(model, door, new, first):
+    cache = model(tokens(1, 10))[CACHE]
+    columns = torch.arange(first, first + new)
+    call = partial(door(model), tokens(1, new), cache_position=columns, **{CACHE: cache})
+    if first == 10:
+        call()
+        return
+    with pytest.raises(ValueError, match=r"cache_position must count the \d tokens of the input from 10 on"):
+        call()
+
+
+def test_columns_that_skip_some_are_refused(model):
+    for options in ({}, {"use_cache": False}):
+        with pytest.raises(ValueError, match="from 0 on"):
+            model(tokens(1, 4), cache_position=torch.tensor([0, 1, 3, 4]), **options)
+
+
 def test_both_names_of_a_cache_are_taken_by_every_version(model):
     ids = tokens(1, 20)
     expected = model(ids).logits[:, -1]

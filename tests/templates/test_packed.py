@@ -53,6 +53,20 @@ def test_models_that_read_images(mixed, family):
         assert largest(logits(model, ids, position_ids=PACKED, **options) - expected, expected) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if "rope_parameters" in FAMILIES[name] and name in WITH_STATES]
+)
+def test_positions_of_time_height_and_width(mixed, family):
+    """An image's tokens share some of their three positions; a token with all three of its neighbor begins a text."""
+    model, ids = mixed(family).model, tokens(1, 8)
+    image = torch.tensor([[0, 1, 1, 1, 1, 3, 4, 5], [0, 1, 1, 2, 2, 3, 4, 5], [0, 1, 2, 1, 2, 3, 4, 5]])
+    logits(model, ids, position_ids=image[:, None])
+    for texts in ([1, 7], [3, 1, 4]):
+        positions = torch.cat([torch.arange(length) for length in texts])
+        with pytest.raises(ValueError, match="cannot tell packed texts apart"):
+            logits(model, ids, position_ids=positions.expand(3, 1, -1))
+
+
 def test_every_door(mixed):
     """Trainers call the decoder, or replace `forward`; without a word on the cache, there is none."""
     converted, ids = mixed("llama"), tokens(1, BOUNDS[-1])
@@ -141,6 +155,21 @@ def test_arguments_that_attention_does_not_know_are_refused(mixed, options):
         for use_cache in (False, True):
             with pytest.raises((TypeError, ValueError), match=named):
                 called(ids, use_cache=use_cache, **options)
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_whatever_stock_code_calls_its_other_arguments(mixed, family):
+    for use_cache in (False, True):
+        with pytest.raises(ValueError, match="head_mask"):
+            mixed(family).model(tokens(1, 9, vocabulary=IMAGE - 2), use_cache=use_cache, head_mask=torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("door", [lambda model: model, lambda model: model.get_decoder()], ids=["model", "decoder"])
+def test_attention_weights_that_a_config_asks_for_are_refused(mixed, door):
+    model, ids = mixed("llama").load(output_attentions=True), tokens(1, 9)
+    with pytest.raises(ValueError, match="output_attentions"):
+        door(model)(ids)
+    door(model)(ids, output_attentions=False)
 
 
 @pytest.mark.parametrize("where", ["module", "config"])

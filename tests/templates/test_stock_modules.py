@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
-from tests.helpers.families import FAMILIES, largest, tokens
+from tests.helpers.families import FAMILIES, SMALL, largest, tokens
 from tests.templates.test_exactness import LENGTH, left_padded, logits
 
 SAMPLE = [
@@ -60,8 +60,57 @@ def test_forward_called_without_hooks(mixed, auto):
     options = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
     with torch.no_grad():
         assert model.forward(ids, **options)[0].equal(model(ids, **options)[0])
-    running = sys.modules[type(model).__module__.rpartition(".")[0] + ".kv_attention"].RUNNING
-    assert running.get() is None
+    assert running_config(model) is None
+
+
+def running_config(model):
+    """The config of the innermost forward under way."""
+    return sys.modules[type(model).__module__.rpartition(".")[0] + ".kv_attention"].RUNNING.get()[-1].config
+
+
+class Interrupted(Exception):
+    """An error within a forward."""
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
+def test_no_forward_is_under_way_once_one_was_interrupted(mixed, auto, error, use_cache):
+    model = mixed("llama").load(auto)
+
+    def interrupt(*args):
+        raise error
+
+    model.get_decoder().layers[2].register_forward_hook(interrupt)
+    for call in (model, model.forward):
+        with pytest.raises(error):
+            call(tokens(1, 9), use_cache=use_cache)
+        assert running_config(model) is None
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, Interrupted])
+def test_a_forward_goes_on_after_another_within_it(mixed, error):
+    outer, inner, ids = mixed("llama").load(), mixed("llama").load(), tokens(1, 9)
+    expected, configs = logits(inner, ids), []
+
+    def interrupt(*args):
+        if error:
+            raise error
+
+    def call_inner(*args):
+        configs.append(running_config(outer))
+        if error:
+            with pytest.raises(error):
+                inner(ids)
+        else:
+            assert inner(ids).logits.equal(expected)
+        configs.append(running_config(outer))
+
+    inner.model.layers[2].register_forward_hook(interrupt)
+    outer.model.layers[1].register_forward_pre_hook(call_inner)
+    assert logits(outer, ids).equal(expected)
+    assert len(configs) == 2
+    assert all(config is outer.config for config in configs)
 
 
 def test_weights_in_another_order_are_refused(mixed, all_full):
@@ -75,6 +124,28 @@ def test_weights_in_another_order_are_refused(mixed, all_full):
     config, weights = copy.deepcopy(converted.model.config), converted.model.state_dict()
     without_folder = model.from_pretrained(None, config=config, state_dict=weights)
     assert logits(without_folder.eval(), tokens(1, 9)).equal(logits(converted.model, tokens(1, 9)))
+
+
+@pytest.mark.skipif(
+    not hasattr(GenerationConfig(), "speculation_type"), reason="this version of transformers has no such option"
+)
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_drafts_from_the_hidden_states_of_the_model(mixed, chunk):
+    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+    config = MuseGlimmerAssistantConfig(
+        **{**SMALL, "num_hidden_layers": 2, "head_dim": 6, "layer_types": ["full_attention"] * 2},
+        block_size=4,
+        mask_token_id=3,
+        target_layer_ids=[0, 2],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    model, ids = mixed("llama").model, tokens(1, 30)
+    options = {"prefill_chunk_size": chunk, "return_dict_in_generate": True, **GREEDY}
+    assistant = {"assistant_model": MuseGlimmerAssistantModel(config).eval(), "speculation_type": "dflash"}
+    output = model.generate(ids, **assistant, **options)
+    assert output.sequences.equal(model.generate(ids, **GREEDY))
+    assert not output.cache.columns.record_past
 
 
 @pytest.mark.skipif(
