@@ -1,4 +1,4 @@
-"""Adapters such as LoRA: one that was trained on the original would change the wrong heads of a converted model.
+"""Adapters and weights for heads in another order, such as the original's, which would meet the wrong heads here.
 
 An adapter names the model that it was trained on, and a converted model's config.json has a hash of its order of heads.
 """
@@ -10,6 +10,12 @@ import torch
 from transformers import PretrainedConfig
 
 from .kv_layout import setting
+
+NO_HOTSWAP = (
+    "adapters of this checkpoint are not swapped in place, where nothing says which order of heads they were trained "
+    "with; load the adapter under a name of its own, or call delete_adapter() first"
+)
+ORDER = "kv_surgery_order"  # in the metadata of a state dict
 
 
 def check_adapters(model: Any, adapters: Mapping[str, Any]) -> None:
@@ -55,3 +61,19 @@ def in_attention(decoder: torch.nn.Module, adapter: str) -> bool:
         for layer in decoder.get_submodule("layers").children()
         for name, _ in getattr(layer, "self_attn", torch.nn.Module()).named_parameters()
     )
+
+
+def mark_order(order: str | None, decoder: torch.nn.Module, weights: dict, prefix: str, metadata: dict) -> None:
+    """Note in the metadata of a decoder's state dict which order its heads have."""
+    metadata[ORDER] = order
+
+
+def check_order(
+    order: str | None, decoder: torch.nn.Module, weights: dict, prefix: str, metadata: dict, *args: Any
+) -> None:
+    """Raise ValueError for the state dict of a model with heads in another order; without metadata, none is known."""
+    if "version" in metadata and metadata.get(ORDER) != order:
+        raise ValueError(
+            "the state dict is of a model whose heads have another order than this checkpoint's; convert that model, "
+            "or load it into the original's class"
+        )

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from .kv_adapters import check_adapters
+from .kv_adapters import NO_HOTSWAP, check_adapters, check_order, mark_order
 from .kv_attention import NAME, RUNNING, Forward
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
 from .kv_graph import DecodeGraph
@@ -29,6 +29,7 @@ class KVSurgeryModel:
 
     def __init__(self, config: Any, *args, **kwargs):
         layout = KVLayout.from_config(config)
+        layout.check_windows(text_config(config))
         for layer in layout.layers:
             selecting_heads(layer)  # before weights are loaded, whether their code is here
         super().__init__(config, *args, **kwargs)
@@ -45,6 +46,9 @@ class KVSurgeryModel:
                 module.register_forward_hook(leave, always_call=True)
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
+        order = config.kv_surgery.get("order")
+        decoder.register_state_dict_post_hook(functools.partial(mark_order, order))
+        decoder.register_load_state_dict_pre_hook(functools.partial(check_order, order))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, config: Any = None, **kwargs) -> Any:
@@ -64,6 +68,14 @@ class KVSurgeryModel:
         if name == "peft_config":  # peft has put adapters into the model
             check_adapters(self, value)
         super().__setattr__(name, value)
+
+    def enable_peft_hotswap(self, *args, **kwargs) -> None:
+        raise ValueError(NO_HOTSWAP)
+
+    def load_adapter(self, *args, **kwargs) -> Any:
+        if kwargs.get("hotswap") is True:
+            raise ValueError(NO_HOTSWAP)
+        return super().load_adapter(*args, **kwargs)
 
     def get_decoder(self) -> Any:
         decoder = super().get_decoder()

@@ -12,6 +12,7 @@ VERSION = 2
 QUANTIZATION = {1: "quantisation", 2: "quantization"}
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
 LINEAR = "linear_attention"  # what `layer_types` of a config calls layers that have a state and no KV cache
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # and those with a window of their own
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
 CLIPPED = 7  # ranges of a group to choose from: all of it, and 1/20 less each
@@ -407,6 +408,29 @@ class KVLayout:
         if any(len(size) > 1 for size in sizes) or len({len(layer.blocks) for layer in layers if layer.blocks}) > 1:
             raise ValueError("kv_surgery has blocks of heads of different sizes")
         return cls(layers, head_dim)
+
+    def check_windows(self, text: Any) -> None:
+        """Raise ValueError where layers have other windows of their own than they were converted with.
+
+        Args:
+            text: the text model's config, with the defaults of its class.
+        """
+        layer_types = setting(text, "layer_types") or [None] * len(self.layers)
+        positions = setting(text, "max_position_embeddings") or EVERY
+        for index, (layer, kind) in enumerate(zip(self.layers, layer_types, strict=True)):
+            chunked = layer.chunked or kind == CHUNKED
+            name = "attention_chunk_size" if chunked else "sliding_window"
+            size = setting(text, name)
+            if layer.native:
+                agrees = size == layer.recent and kind in (None, CHUNKED if chunked else SLIDING)
+            else:  # a window over all positions was taken for none
+                agrees = kind not in (CHUNKED, SLIDING) or size is None or size >= positions
+            if layer.heads and not agrees:
+                window = f"a window of {layer.recent}" if layer.native else "no window"
+                raise ValueError(
+                    f"layer {index} was converted with {window}, but config.json has layer_types {kind!r} and {name} "
+                    f"{size!r}; convert the original with this config"
+                )
 
     @property
     def attended(self) -> tuple[LayerLayout, ...]:

@@ -161,3 +161,49 @@ def test_another_cache_beside_one_is_refused(mixed):
     past = model.generate(ids, return_dict_in_generate=True, **GREEDY).past_key_values
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(tokens(1, 30), past_key_values=past, cache_implementation="quantized", **GREEDY)
+
+
+def test_state_dicts_in_another_order_are_refused(mixed, all_full):
+    converted, ids = mixed("llama"), tokens(1, 9)
+    model, expected = converted.load(), logits(converted.model, ids)
+    for other in (converted.stock, all_full("llama").model):
+        with pytest.raises(ValueError, match="another order"):
+            model.load_state_dict(other.state_dict())
+        with pytest.raises(ValueError, match="another order"):
+            model.get_decoder().load_state_dict(other.get_decoder().state_dict())
+    for weights in (converted.model.state_dict(), dict(converted.model.state_dict())):
+        model.load_state_dict(weights)
+        assert logits(model, ids).equal(expected)
+    whole = all_full("llama").load()
+    whole.load_state_dict(converted.stock.state_dict())
+    with pytest.raises(ValueError, match="another order"):
+        whole.load_state_dict(converted.model.state_dict())
+
+
+def test_a_saved_state_dict_keeps_its_order(mixed, tmp_path):
+    converted = mixed("llama")
+    for name, model in (("original", converted.stock), ("converted", converted.model)):
+        torch.save(model.state_dict(), tmp_path / name)
+    model = copy.deepcopy(converted.model)
+    model.load_state_dict(torch.load(tmp_path / "converted", weights_only=True))
+    with pytest.raises(ValueError, match="another order"):
+        model.load_state_dict(torch.load(tmp_path / "original", weights_only=True))
+
+
+WINDOWS = {
+    "gemma2": [{"sliding_window": 8}, {"sliding_window": None}, {"layer_types": ["full_attention"] * 4}],
+    "llama4": [{"attention_chunk_size": 8}, {"layer_types": ["full_attention"] * 4}],
+    "llama": [{"layer_types": ["sliding_attention"] * 4, "sliding_window": 9}],
+}
+
+
+@pytest.mark.parametrize("family", [name for name in WINDOWS if name in FAMILIES])
+def test_windows_that_changed_after_the_conversion_are_refused(mixed, family):
+    model = mixed(family).model
+    for changes in WINDOWS[family]:
+        config = copy.deepcopy(model.config)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        with pytest.raises(ValueError, match=r"was converted with (a window of \d+|no window)"):
+            type(model)(config)
+    type(model)(copy.deepcopy(model.config))
