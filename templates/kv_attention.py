@@ -57,6 +57,7 @@ class AttentionModule(Protocol):
     """A stock attention module, which got the layout of its heads, those of all processes."""
 
     kv_layout: LayerLayout
+    config: Any
 
 
 def mask_for(*args, config: Any, **options) -> torch.Tensor | None:
@@ -126,19 +127,27 @@ def attention(
             `text_starts`; read without a cache only.
         scaling: factor of the scores; default head_dim ** -0.5.
         softcap: bound c of scores, c * tanh(score / c) (Gemma 2).
-        kwargs: of these only `s_aux` is read, a learned sink of each query head, [query_heads] (gpt-oss).
+        kwargs: of these only `s_aux` is read, a learned sink of each query head, [query_heads] (gpt-oss), and
+            `sliding_window`, to be refused.
 
     Returns:
         [batch, tokens, query_heads, head_dim], and no attention weights.
 
     Raises:
         TypeError: a cache of another class, or a mask that is not two-dimensional.
+        ValueError: the layer has a window that it was converted without.
         RuntimeError: heads are split in a way that the layout does not know (tensor parallelism).
     """
     if not hasattr(module, "kv_layout"):
         scoring = Scoring.of(query, scaling, softcap, dropout, kwargs.get("s_aux"))
         return _stock_attention(module, query, key, value, attention_mask, scoring, kwargs)
     layout, layer, s_aux, reads = module.kv_layout, None, kwargs.get("s_aux"), []
+    window = kwargs.get("sliding_window")  # that stock code knows of
+    if window is not None and not layout.native and window < module.config.max_position_embeddings:
+        raise ValueError(
+            f"this layer was converted without a window, but config.json has sliding_window {window}; convert the "
+            "original with this config"
+        )
     if isinstance(key, Handle):
         layer, key, value, reads = key
         can_fuse = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()

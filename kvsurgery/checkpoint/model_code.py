@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from kvsurgery.checkpoint.provenance import PROVENANCE
 from kvsurgery.checkpoint.side_code import SIDE_CLASSES
 from kvsurgery.errors import UnsupportedModel, short
 
+logger = logging.getLogger(__name__)
 EMITTED = "modeling_kvsurgery_"  # how the names of emitted modeling files begin
 
 
@@ -68,4 +70,14 @@ def check_stock(folder: Path, config: Mapping[str, Any], ignore_model_code: bool
             f"config.json names modeling code of the model's own, {reference}; conversion replaces it "
             "by the class of transformers, which may compute something else; if that class loads this checkpoint "
             "correctly, set `ignore_model_code`"
+        )
+
+
+def note_model_code(config: Mapping[str, Any]) -> None:
+    """Log a warning where the class of transformers is about to run in place of a model's own code."""
+    if "kv_surgery" not in config and (code := model_references(config)):
+        logger.warning(
+            "config.json names modeling code of the model's own, %s; the class of transformers runs in its place, and "
+            "may compute something else",
+            short(next(iter(code.values()))),
         )

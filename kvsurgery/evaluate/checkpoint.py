@@ -19,7 +19,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.checkpoint.model_code import lacks_code, saved_again
+from kvsurgery.checkpoint.model_code import lacks_code, note_model_code, saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.emit.config import auto_class
@@ -114,6 +114,7 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
         if lacks_code(Path(folder), config):
             raise CheckpointError(saved_again(Path(folder), config) or f"{folder} lacks the code of its conversion")
         check_processes(folder, tp)
+    note_model_code(config)
     name = auto_class(config) if converted else [*Family.of(config).classes][-1]
     options = tensor_parallel(device, tp) if tp > 1 else {}
     if converted and not stock:

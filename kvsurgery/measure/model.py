@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvsurgery import hub
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model_code import note_model_code
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
 from kvsurgery.conversion.converted import original_fingerprint
@@ -91,6 +92,7 @@ class MeasuredModel:
         else:
             origin = ModelOrigin.of_folder(folder)
         config = read_config(folder)
+        note_model_code(config)
         if "kv_surgery" in config:
             provenance = _provenance(folder, source)
             weights = original_fingerprint(folder) if local_folder else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from kvsurgery import inspect, revert, verify
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.evaluate import checkpoint as evaluate
+from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.recipe import Recipe
 from tests.helpers.surgery import Converted, convert_folder
 
@@ -41,6 +45,29 @@ def test_modeling_code_of_its_own(checkpoint: Callable[[str], Path], tmp_path: P
     assert not (out / "modeling_own.py").exists()
     revert(out, tmp_path / "back")
     assert (tmp_path / "back" / "modeling_own.py").read_text() == "class OwnForCausalLM: ...\n"
+
+
+@pytest.mark.parametrize(
+    "auto_map", [OWN, {"AutoTokenizer": ["tokenization_own.Own", None]}], ids=["model", "tokenizer"]
+)
+def test_the_stock_class_in_place_of_modeling_code_is_named(
+    checkpoint: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, auto_map: dict[str, Any]
+) -> None:
+    source = with_config(checkpoint("llama"), tmp_path / "m", auto_map=auto_map)
+    for load in (partial(evaluate.load, device="cpu"), MeasuredModel.load):
+        caplog.clear()
+        with suppress(UnsupportedModel):  # of the tokenizer, which is not there
+            load(source)
+        lines = [record.getMessage() for record in caplog.records if record.name.startswith("kvsurgery")]
+        assert len(lines) == (auto_map is OWN)
+        assert all("configuration_own" in line and "runs in its place" in line for line in lines)
+
+
+def test_a_converted_checkpoint_names_no_modeling_code(
+    mixed: Callable[[str], Converted], caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluate.load(mixed("llama").folder, device="cpu")
+    assert not [record for record in caplog.records if record.name.startswith("kvsurgery")]
 
 
 def refused(folder: Path, out: Path, words: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.families import tokens
 from tests.helpers.surgery import convert_folder
@@ -135,3 +135,15 @@ def test_prefix_tuning_is_refused_and_prompt_tuning_is_that_of_the_original(mixe
         model = peft.get_peft_model(base.eval(), peft.PromptTuningConfig(**options))
         sequences.append(model.generate(input_ids=IDS, max_new_tokens=6, do_sample=False))
     assert sequences[0].equal(sequences[1])
+
+
+@pytest.mark.skipif(
+    not hasattr(PreTrainedModel, "enable_peft_hotswap"), reason="this version of transformers swaps no adapters"
+)
+def test_adapters_are_not_swapped_in_place(mixed, of_original, of_converted):
+    model = mixed("llama").load()
+    model.load_adapter(str(of_converted[0]), "default")
+    for swap in (lambda: model.load_adapter(str(of_original[0]), "default", hotswap=True), model.enable_peft_hotswap):
+        with pytest.raises(ValueError, match=r"not swapped in place.*delete_adapter\(\)"):
+            swap()
+    assert torch.allclose(logits(model), of_converted[1], atol=1e-4)
