@@ -229,7 +229,7 @@ def print_result(result: Mapping[str, Any]) -> None:
         rate = f"{new_bytes / seconds / 1e9:.2f} GB/s" if new_bytes > 1e9 else f"{new_bytes / seconds / 1e6:.1f} MB/s"
         line = (
             f"wrote {out}: {console.size(result['bytes'])} of weights{resumed_note}{fetched_note}, in {seconds:.1f} s, "
-            f"{rate}, peak memory {console.size(result['peak_memory'])}"
+            f"{rate}"
         )
     console.stdout.print(line)
 
