@@ -21,7 +21,13 @@ from kvsurgery.cli.recipe_options import (
     save_recipe_option,
     write_recipe,
 )
-from kvsurgery.cli.running import chosen_dtype, quiet_transformers, revision_option, typed_command
+from kvsurgery.cli.running import (
+    chosen_dtype,
+    quiet_transformers,
+    revision_option,
+    trust_remote_code_option,
+    typed_command,
+)
 from kvsurgery.recipe import OF_REST
 
 if TYPE_CHECKING:
@@ -68,6 +74,7 @@ if TYPE_CHECKING:
     ),
 )
 @reform_options
+@trust_remote_code_option
 @save_recipe_option
 @click.option(
     "--stream",
@@ -98,6 +105,7 @@ def convert(
     dry_run: bool,
     as_json: bool,
     kv_check: str | None,
+    trust_remote_code: bool,
     **options: Any,
 ) -> None:
     """Rewrite the checkpoint SRC according to a head profile.
@@ -143,6 +151,10 @@ def convert(
         if dry_run:
             raise click.UsageError("--kv-check measures what was converted; leave it or --dry-run out")
         check_text(kv_check)
+    elif trust_remote_code:
+        raise click.UsageError(
+            "--trust-remote-code goes with --kv-check, as nothing else runs code of SRC; leave it out"
+        )
     if out is not None:
         check_folder(out)
         if overwrite:
@@ -174,11 +186,11 @@ def convert(
     if stream:
         with request.streamed() as (prepared, remote):
             _note(options, prepared)
-            result = _convert(prepared, out, jobs, kv_check, overwrite, remote)
+            result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite, remote)
     else:
         prepared = request.prepare(out)
         _note(options, prepared)
-        result = _convert(prepared, out, jobs, kv_check, overwrite)
+        result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite)
     facts = plan.plan_facts(prepared, request.profile or request.reform)
     if as_json:
         click.echo(json.dumps({**facts, **result}, indent=2))
@@ -216,6 +228,7 @@ def _convert(
     out: Path,
     jobs: int | None,
     kv_check: str | None,
+    trust_remote_code: bool,
     overwrite: bool,
     remote: Streamed | None = None,
 ) -> dict[str, Any]:
@@ -226,7 +239,7 @@ def _convert(
     from kvsurgery.errors import Interrupted
     from kvsurgery.system.memory import peak_memory
 
-    text = None if kv_check is None else _check_text(kv_check, prepared)
+    text = None if kv_check is None else _check_text(kv_check, prepared, trust_remote_code)
     if jobs is None:
         jobs = JOBS if remote is None else remote.connections
     try:
@@ -256,12 +269,12 @@ def _convert(
     }
 
 
-def _check_text(source: str, prepared: PreparedConversion) -> CheckText:
+def _check_text(source: str, prepared: PreparedConversion, trust_remote_code: bool) -> CheckText:
     """The text of a check, which is read before the conversion."""
     from kvsurgery.evaluate.cache_check import CheckText
 
     quiet_transformers()
-    return CheckText.read(source, prepared.checkpoint.folder)
+    return CheckText.read(source, prepared.checkpoint.folder, trust_remote_code)
 
 
 def _check(out: Path, text: CheckText) -> dict[str, Any]:
