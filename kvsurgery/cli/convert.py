@@ -32,6 +32,7 @@ from kvsurgery.recipe import OF_REST
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.prepared import PreparedConversion
+    from kvsurgery.conversion.request import Request
     from kvsurgery.evaluate.cache_check import CheckText
     from kvsurgery.hub.stream import Streamed
 
@@ -172,7 +173,7 @@ def convert(
             if request.folder is not None:
                 check_outside(out, request.folder)
         prepared = request.prepare()
-        _note(options, prepared)
+        _note(options, prepared, request)
         facts = plan.plan_facts(prepared, request.profile or request.reform)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
@@ -185,11 +186,11 @@ def convert(
 
     if stream:
         with request.streamed() as (prepared, remote):
-            _note(options, prepared)
+            _note(options, prepared, request)
             result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite, remote)
     else:
         prepared = request.prepare(out)
-        _note(options, prepared)
+        _note(options, prepared, request)
         result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite)
     facts = plan.plan_facts(prepared, request.profile or request.reform)
     if as_json:
@@ -198,8 +199,11 @@ def convert(
         plan.print_policy(facts)
         plan.print_kv_bytes(facts)
         plan.print_result(result)
-        if result["kv_check"] or prepared.policy.quantization is not None:
-            console.stdout.print((result["kv_check"] or {"line": UNCHECKED})["line"])
+        if result["kv_check"]:
+            console.stdout.print(result["kv_check"]["line"])
+        elif prepared.policy.quantization is not None:
+            console.stdout.print(UNCHECKED)
+            console.stderr.print(f"Measure it: {typed_command(more=['--kv-check', 'TEXT'])}")
     write_recipe(prepared.policy.recipe, save_recipe)
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}")
@@ -209,12 +213,13 @@ def convert(
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
 
 
-def _note(options: dict[str, Any], prepared: PreparedConversion) -> None:
+def _note(options: dict[str, Any], prepared: PreparedConversion, request: Request) -> None:
     """Print what a fit does not take into account, the options that make no difference, and what vLLM does not do."""
-    from kvsurgery.cli.source import warn_about_memory, warn_about_serving
+    from kvsurgery.cli.source import warn_about_memory, warn_about_serving, warn_about_towers
     from kvsurgery.display import console
 
-    warn_about_memory(prepared)
+    warn_about_towers(prepared)
+    warn_about_memory(prepared, request)
     used_fields = prepared.policy.recipe.in_use
     names = (name for of_rest in OF_REST.values() for name in of_rest)
     unused_flags = [flag(name) for name in names if options[name] is not None and name not in used_fields]
