@@ -131,15 +131,23 @@ class Family(TensorRules):
         for part in self.missing_text(config, parts, self.has_output(config)):
             own_prefix = outer_prefix.removeprefix("model.") if part == LM_HEAD else prefix
             yield own_prefix + part
-        for start, place in self.beside.items():
-            section = config.get(place["section"]) if "section" in place else config
-            if not isinstance(section, Mapping):
-                continue
-            module = load_module(place.get("module") or str(section.get("model_type", place["default"])))
+        for start, section, kind in self._modules(config):
+            module = load_module(kind)
             if module is not None:
                 names = {part.removeprefix(start) for layer, part in parts if layer is None and part.startswith(start)}
                 absent = missing_beside(module, section, names)
                 yield from (f"{outer_prefix.removeprefix('language_model.')}{start}{name}" for name in absent)
+
+    def unknown_modules(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """By prefix, the types of towers and projectors whose missing tensors `missing` cannot name."""
+        return {start: kind for start, _, kind in self._modules(config) if load_module(kind) is None}
+
+    def _modules(self, config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+        """The prefix, config and type of each tower and projector."""
+        for start, place in self.beside.items():
+            section = config.get(place["section"]) if "section" in place else config
+            if isinstance(section, Mapping):
+                yield start, section, place.get("module") or str(section.get("model_type", place["default"]))
 
     def _refuse(self, config: Mapping[str, Any]) -> None:
         if not config.get("is_causal", True):

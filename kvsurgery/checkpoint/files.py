@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvsurgery.errors import CheckpointError, SourceChanged
 
-# inode, size, time of the last write, and time of the last change of the inode, which no program can set back
-FileState = tuple[int, int, int, int]
+# inode, size and time of the last write; not the time of the inode's change, which other modes or links change too
+FileState = tuple[int, int, int]
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def file_status(path: Path) -> os.stat_result:
 
 def file_state(status: os.stat_result) -> FileState:
     """The state of a file: it differs when the file was written again, or another file has its name."""
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def source_changed(path: Path) -> SourceChanged:

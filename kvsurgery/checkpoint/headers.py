@@ -98,13 +98,15 @@ class Shard:
         return self.opened
 
     def check_unchanged(self) -> None:
-        """Check that the file is the one whose header was read.
+        """Check that the file can be read, and is the one whose header was read.
 
         Raises:
             SourceChanged: it was written again, or replaced.
             CheckpointError: it cannot be read.
         """
-        if file_state(file_status(self.path)) != self.opened:
+        with reading(self.path), open(self.path, "rb") as file:
+            state = file_state(os.fstat(file.fileno()))
+        if state != self.opened:
             raise source_changed(self.path)
 
     def changed_after(self, moment: int) -> bool:

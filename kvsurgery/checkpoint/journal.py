@@ -7,7 +7,6 @@ before a line that was changed is not trusted, and is done again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from kvsurgery.errors import CheckpointError, OutputError
+from kvsurgery.system.locks import lock
 
 JOURNAL = ".kvsurgery-journal"
 PART = ".part"
@@ -118,21 +118,6 @@ def _create(path: Path, fingerprint: Mapping[str, str], finished: Mapping[str, d
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-
-
-def lock(descriptor: int, folder: Path) -> None:
-    """Keep other processes out of a folder until a descriptor in it, or of it, is closed, as it is when a process dies.
-
-    Raises:
-        OutputError: another process is in it.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OutputError(f"another process is writing {folder}; wait for it, or choose another folder") from None
-    except OSError:
-        # some network file systems have no locks, and many lock a file that is open for writing, but no folder
-        pass
 
 
 def _parse(line: bytes) -> dict:

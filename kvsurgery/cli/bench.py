@@ -19,6 +19,7 @@ from kvsurgery.cli.running import (
     device_option,
     dtype_option,
     quiet_transformers,
+    reserve,
     trust_remote_code_option,
     typed_command,
 )
@@ -107,10 +108,12 @@ def bench(
     torchrun --nproc-per-node 4 -m kvsurgery bench ./llama3-tp4 --out report/
     """
     from kvsurgery.report.folder import check_neighbor, check_new, check_output
+    from kvsurgery.system.locks import reserved_folder
 
     if out is not None:
         check_output(out)
         check_new(out)
+        reserve(reserved_folder(out))
     quiet_transformers()
 
     from kvsurgery.bench.benchmark import benchmark, default_workload

@@ -21,11 +21,18 @@ from kvsurgery.cli.recipe_options import (
     save_recipe_option,
     write_recipe,
 )
-from kvsurgery.cli.running import chosen_dtype, quiet_transformers, revision_option, typed_command
+from kvsurgery.cli.running import (
+    chosen_dtype,
+    quiet_transformers,
+    revision_option,
+    trust_remote_code_option,
+    typed_command,
+)
 from kvsurgery.recipe import OF_REST
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.prepared import PreparedConversion
+    from kvsurgery.conversion.request import Request
     from kvsurgery.evaluate.cache_check import CheckText
     from kvsurgery.hub.stream import Streamed
 
@@ -68,6 +75,7 @@ if TYPE_CHECKING:
     ),
 )
 @reform_options
+@trust_remote_code_option
 @save_recipe_option
 @click.option(
     "--stream",
@@ -98,6 +106,7 @@ def convert(
     dry_run: bool,
     as_json: bool,
     kv_check: str | None,
+    trust_remote_code: bool,
     **options: Any,
 ) -> None:
     """Rewrite the checkpoint SRC according to a head profile.
@@ -143,6 +152,10 @@ def convert(
         if dry_run:
             raise click.UsageError("--kv-check measures what was converted; leave it or --dry-run out")
         check_text(kv_check)
+    elif trust_remote_code:
+        raise click.UsageError(
+            "--trust-remote-code goes with --kv-check, as nothing else runs code of SRC; leave it out"
+        )
     if out is not None:
         check_folder(out)
         if overwrite:
@@ -160,7 +173,7 @@ def convert(
             if request.folder is not None:
                 check_outside(out, request.folder)
         prepared = request.prepare()
-        _note(options, prepared)
+        _note(options, prepared, request)
         facts = plan.plan_facts(prepared, request.profile or request.reform)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
@@ -173,12 +186,12 @@ def convert(
 
     if stream:
         with request.streamed() as (prepared, remote):
-            _note(options, prepared)
-            result = _convert(prepared, out, jobs, kv_check, overwrite, remote)
+            _note(options, prepared, request)
+            result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite, remote)
     else:
         prepared = request.prepare(out)
-        _note(options, prepared)
-        result = _convert(prepared, out, jobs, kv_check, overwrite)
+        _note(options, prepared, request)
+        result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite)
     facts = plan.plan_facts(prepared, request.profile or request.reform)
     if as_json:
         click.echo(json.dumps({**facts, **result}, indent=2))
@@ -186,8 +199,11 @@ def convert(
         plan.print_policy(facts)
         plan.print_kv_bytes(facts)
         plan.print_result(result)
-        if result["kv_check"] or prepared.policy.quantization is not None:
-            console.stdout.print((result["kv_check"] or {"line": UNCHECKED})["line"])
+        if result["kv_check"]:
+            console.stdout.print(result["kv_check"]["line"])
+        elif prepared.policy.quantization is not None:
+            console.stdout.print(UNCHECKED)
+            console.stderr.print(f"Measure it: {typed_command(more=['--kv-check', 'TEXT'])}")
     write_recipe(prepared.policy.recipe, save_recipe)
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}")
@@ -197,12 +213,13 @@ def convert(
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
 
 
-def _note(options: dict[str, Any], prepared: PreparedConversion) -> None:
+def _note(options: dict[str, Any], prepared: PreparedConversion, request: Request) -> None:
     """Print what a fit does not take into account, the options that make no difference, and what vLLM does not do."""
-    from kvsurgery.cli.source import warn_about_memory, warn_about_serving
+    from kvsurgery.cli.source import warn_about_memory, warn_about_serving, warn_about_towers
     from kvsurgery.display import console
 
-    warn_about_memory(prepared)
+    warn_about_towers(prepared)
+    warn_about_memory(prepared, request)
     used_fields = prepared.policy.recipe.in_use
     names = (name for of_rest in OF_REST.values() for name in of_rest)
     unused_flags = [flag(name) for name in names if options[name] is not None and name not in used_fields]
@@ -216,6 +233,7 @@ def _convert(
     out: Path,
     jobs: int | None,
     kv_check: str | None,
+    trust_remote_code: bool,
     overwrite: bool,
     remote: Streamed | None = None,
 ) -> dict[str, Any]:
@@ -226,7 +244,7 @@ def _convert(
     from kvsurgery.errors import Interrupted
     from kvsurgery.system.memory import peak_memory
 
-    text = None if kv_check is None else _check_text(kv_check, prepared)
+    text = None if kv_check is None else _check_text(kv_check, prepared, trust_remote_code)
     if jobs is None:
         jobs = JOBS if remote is None else remote.connections
     try:
@@ -256,12 +274,12 @@ def _convert(
     }
 
 
-def _check_text(source: str, prepared: PreparedConversion) -> CheckText:
+def _check_text(source: str, prepared: PreparedConversion, trust_remote_code: bool) -> CheckText:
     """The text of a check, which is read before the conversion."""
     from kvsurgery.evaluate.cache_check import CheckText
 
     quiet_transformers()
-    return CheckText.read(source, prepared.checkpoint.folder)
+    return CheckText.read(source, prepared.checkpoint.folder, trust_remote_code)
 
 
 def _check(out: Path, text: CheckText) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import click
 
 from kvsurgery.cli.help import TASKS, basic, in_group
 from kvsurgery.cli.options import Grouped, LocalPath
-from kvsurgery.cli.running import POSITIVE, quiet_transformers, typed_command
+from kvsurgery.cli.running import POSITIVE, quiet_transformers, reserve, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY
@@ -75,9 +75,11 @@ def evaluate(
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-70b-tp8 --tasks ruler --lengths 128K --tp 8
     """
     from kvsurgery.report.folder import check_neighbor, check_new, check_output
+    from kvsurgery.system.locks import reserved_folder
 
     check_output(out)
     check_new(out)
+    reserve(reserved_folder(out))
     if quick and source is None:
         raise click.UsageError("--quick compares with the original: give it with --source")
     tasks, preset = {}, {}

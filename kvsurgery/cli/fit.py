@@ -120,7 +120,7 @@ def fit(
         check_recipe_file(save_recipe)
     request = request_of(source, revision, recipe_of(options, fit=Demand(memory, context, batch, new_tokens, chunk)))
     prepared = request.prepare()
-    warn_about_memory(prepared)
+    warn_about_memory(prepared, request)
     warn_about_serving(prepared)
     name, recipe, fit_result = prepared.checkpoint.name, prepared.policy.recipe, prepared.fit
     assert fit_result is not None  # as the recipe has a demand

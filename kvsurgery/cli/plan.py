@@ -208,10 +208,7 @@ def _expected_loss(fit: Mapping[str, Any]) -> str:
     """What is expected to be lost, in a line."""
     if "divergence" in fit:
         return f"expected divergence of the next token: {fit['divergence']:.2g} nats, from the measured losses of heads"
-    return (
-        f"{fit['kept']:.2%} of the score kept; this is a guess without --kv-measured, so 2 bits are not considered "
-        "(kvsurgery profile compute --method kv-bits)"
-    )
+    return f"{fit['kept']:.2%} of the score kept; this is a guess without --kv-measured, so 2 bits are not considered"
 
 
 def print_result(result: Mapping[str, Any]) -> None:
@@ -229,7 +226,7 @@ def print_result(result: Mapping[str, Any]) -> None:
         rate = f"{new_bytes / seconds / 1e9:.2f} GB/s" if new_bytes > 1e9 else f"{new_bytes / seconds / 1e6:.1f} MB/s"
         line = (
             f"wrote {out}: {console.size(result['bytes'])} of weights{resumed_note}{fetched_note}, in {seconds:.1f} s, "
-            f"{rate}, peak memory {console.size(result['peak_memory'])}"
+            f"{rate}"
         )
     console.stdout.print(line)
 

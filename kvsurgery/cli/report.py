@@ -9,6 +9,7 @@ from click.core import ParameterSource
 
 from kvsurgery.cli.help import HelpPage
 from kvsurgery.cli.options import LocalPath
+from kvsurgery.cli.running import reserve
 
 
 @click.command(cls=HelpPage)
@@ -40,14 +41,17 @@ def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     from kvsurgery.report import write_comparison, write_report, write_sweep
     from kvsurgery.report.folder import is_sweep
     from kvsurgery.report.writing import PAGE
+    from kvsurgery.system.locks import reserved_folder
 
     is_typed = ctx.get_parameter_source("out") is ParameterSource.COMMANDLINE
     is_one, notices, verb = len(folders) == 1, (), "wrote"
     is_one_sweep = is_one and is_sweep(folders[0])
     if is_one and is_typed and not is_one_sweep:
         raise click.UsageError("--out is for a comparison; the page of a single DIR is written there, leave it out")
+    is_own_page = is_one and not is_typed
+    reserve(reserved_folder(folders[0] if is_own_page else out))
     with console.drawing_progress() as advance:
-        if is_one and not is_typed:
+        if is_own_page:
             page = (write_sweep if is_one_sweep else write_report)(folders[0], advance)
         else:
             verb = "replaced" if (out / PAGE).exists() else "wrote"

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,18 @@ def with_value(option: str, value: object) -> str:
         elif not word.startswith(f"{option}="):
             words.append(word)
     return shlex.join(["kvsurgery", *words, option, str(value)])
+
+
+def reserve(reservation: AbstractContextManager[None]) -> None:
+    """Keep other processes from writing a command's output until the command ends.
+
+    Of processes that a launcher started, only the first one writes, and has the lock.
+
+    Raises:
+        OutputError: another process writes it, or it cannot be written.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        click.get_current_context().with_resource(reservation)
 
 
 def quiet_transformers() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.cli.running import check_revision
+from kvsurgery.errors import short
 from kvsurgery.recipe import Recipe
 from kvsurgery.system.repo_id import checkpoint_folder
 
@@ -40,6 +42,19 @@ def source_folder(source: str, converted: Path) -> Path:
     return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]
 
 
+def warn_about_towers(prepared: PreparedConversion) -> None:
+    """Print which parts of a checkpoint are converted without a check for missing tensors."""
+    from kvsurgery.checkpoint.family import Family
+    from kvsurgery.display import console
+
+    config = prepared.checkpoint.config
+    for prefix, kind in Family.of(config).unknown_modules(config).items():
+        console.stderr.print(
+            f"the tensors of {prefix.rstrip('.')}, {short(kind)}, are copied without a check that none is missing, as "
+            "this type is not known; transformers names those that it misses when it loads the checkpoint"
+        )
+
+
 def warn_about_serving(prepared: PreparedConversion) -> None:
     """Print what vLLM does not do with the conversion."""
     from kvsurgery.display import console
@@ -49,8 +64,8 @@ def warn_about_serving(prepared: PreparedConversion) -> None:
         console.stderr.print(in_flags(line))
 
 
-def warn_about_memory(prepared: PreparedConversion) -> None:
-    """Print what a choice by memory does not take into account."""
+def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:
+    """Print what a choice by memory does not take into account, and the command that measures it."""
     from kvsurgery.display import console
 
     fit, positions = prepared.fit, prepared.checkpoint.positions
@@ -65,3 +80,8 @@ def warn_about_memory(prepared: PreparedConversion) -> None:
         console.stderr.print(
             "budgeted heads keep every generated token; `kvsurgery fit --new-tokens` makes room for these"
         )
+    if fit.losses is None:
+        model_words = [request.place, *(["--revision", request.revision] if request.revision else [])]
+        measure = ["kvsurgery", "profile", "compute", *model_words, "--method", "kv-bits", "--text", "TEXT"]
+        command = shlex.join([*measure, "-o", "losses.safetensors"])
+        console.stderr.print(f"Measure what caches lose, for --kv-measured losses.safetensors: {command}")

@@ -14,7 +14,7 @@ import click
 from kvsurgery.cli.help import HEADS, in_group
 from kvsurgery.cli.options import Grouped, flag
 from kvsurgery.cli.recipe_options import AXES, in_flags, profile_option, recipe_of, sweep_options
-from kvsurgery.cli.running import quiet_transformers, revision_option, typed_command
+from kvsurgery.cli.running import quiet_transformers, reserve, revision_option, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.errors import OutputError
 from kvsurgery.recipe import Recipe
@@ -62,6 +62,7 @@ def sweep(
     """
     from kvsurgery.cli.source import request_of
     from kvsurgery.report.folder import check_new, check_output, has_page
+    from kvsurgery.system.locks import reserved_folder
 
     axes = {name: values for name in AXES if (values := options[name]) is not None}
     if not axes:
@@ -71,6 +72,7 @@ def sweep(
     check_new(out)
     if has_page(out):
         raise OutputError(f"{out} holds other results than a sweep's; give the sweep a folder of its own with --out")
+    reserve(reserved_folder(out))
     request = request_of(source, revision, _recipe(axes, options))
     if request.reform is not None:
         raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")

@@ -21,7 +21,7 @@ from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.checkpoint.side_files import SideFiles, file_hash, side_files
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.engine import JOBS
-from kvsurgery.conversion.output import Output, reserved, writing
+from kvsurgery.conversion.output import Output, check_space, reserved, writing
 from kvsurgery.conversion.plan import SurgeryPlan
 from kvsurgery.conversion.replacing import remove_conversion
 from kvsurgery.errors import CheckpointError, OutputError, SourceChanged
@@ -103,6 +103,7 @@ def convert(
                 raise
             earlier = None
         if earlier is None and overwrite:
+            check_space(out, size)  # before the earlier conversion is gone
             remove_conversion(out, fingerprint)
         if earlier is not None and _equal(earlier, replace(provenance, tensors=earlier.tensors)):
             return replace(report, already_done=True, seconds=time.monotonic() - start)

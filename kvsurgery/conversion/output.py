@@ -15,7 +15,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from kvsurgery.checkpoint.headers import Shard
-from kvsurgery.checkpoint.journal import JOURNAL, PART, Journal, lock
+from kvsurgery.checkpoint.journal import JOURNAL, PART, Journal
 from kvsurgery.checkpoint.provenance import PROVENANCE
 from kvsurgery.checkpoint.side_files import chunks
 from kvsurgery.checkpoint.source import CONFIG
@@ -24,6 +24,7 @@ from kvsurgery.conversion.plan import Move
 from kvsurgery.display.console import size as readable
 from kvsurgery.errors import OutputError
 from kvsurgery.system.files import check_folder
+from kvsurgery.system.locks import reserved_folder
 
 
 class Output:
@@ -198,35 +199,8 @@ def reserved(folder: Path, source: Path) -> Generator[None]:
     """
     with writing(folder):
         check_outside(folder, source)
-        if not folder.is_dir():
-            check_folder(folder)
-        made_folders = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
-        descriptor = _locked(folder)
-    try:
+    with reserved_folder(folder):
         yield
-    finally:
-        with suppress(OSError):
-            for path in made_folders:
-                path.rmdir()
-        os.close(descriptor)
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor of a folder, which is made if need be, with the lock that belongs to it."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # another process, which had made it, has just removed it
-        try:
-            lock(descriptor, folder)
-            if folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor)):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
 
 
 @contextmanager

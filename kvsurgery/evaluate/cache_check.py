@@ -30,14 +30,14 @@ class CheckText:
     name: str
 
     @classmethod
-    def read(cls, source: str, folder: Path) -> CheckText:
+    def read(cls, source: str, folder: Path, trust_remote_code: bool = False) -> CheckText:
         """Passages for the tokenizer of a checkpoint, evenly spaced over a text file or a dataset.
 
         Raises:
             TextError: it cannot be read, or is too short.
-            UnsupportedModel: the checkpoint has no tokenizer.
+            UnsupportedModel: the checkpoint has no tokenizer, or one with code that is not trusted.
         """
-        tokenizer = reader_of(folder).tokenizer
+        tokenizer = reader_of(folder, trust_remote_code=trust_remote_code).tokenizer
         text, start_tokens = Haystack.read(source, tokenizer, SIZES.passages * SIZES.length), first_tokens(tokenizer)
         passages = SIZES.of(text.tokens, start_tokens)
         return cls(torch.stack(passages), text.name)

@@ -31,7 +31,7 @@ class KeptSamples:
     """
 
     def __init__(self, path: Path | None, measured: MeasuredModel, *options: object):
-        self._path, self._kept = path, {} if path is None else _read(path)
+        self._path, self._kept = path, {} if path is None else read_kept(path)
         if path is not None:
             model = measured.model
             facts = TOOL, measured.fingerprint, model.config.to_json_string(), model.dtype, model.device.type
@@ -61,7 +61,12 @@ class KeptSamples:
         return result, False
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def read_kept(path: Path) -> dict[str, dict[str, Any]]:
+    """The results in a file of kept samples by their hashes, none of an absent one.
+
+    Raises:
+        KVSurgeryError: a line is not what was written.
+    """
     kept: dict[str, dict[str, Any]] = {}
     for number, record in enumerate(read_lines(path), 1):
         key, result = record.get("sample"), record.get("result")

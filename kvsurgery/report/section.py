@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -31,8 +32,7 @@ def card_files(checkpoint: Path, report: Path) -> dict[str, bytes | Path]:
     page = report / PAGE
     if not page.is_file():
         raise KVSurgeryError(
-            f"{report} has no {PAGE}: run `kvsurgery eval DIR --out {report}` or "
-            f"`kvsurgery bench DIR --out {report}` again"
+            f"{report} has no {PAGE}: run `kvsurgery report {shlex.quote(str(report))}`, which writes it"
         )
     if not is_same_checkpoint(facts_of(checkpoint), checkpoint_of(results, bench)):
         raise KVSurgeryError(f"the report in {report} is of another checkpoint than {checkpoint}; evaluate this one")

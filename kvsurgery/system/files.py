@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import io
 import json
 import math
@@ -121,7 +122,9 @@ def write_whole(path: Path, content: str) -> None:
 
 
 def write_bytes_whole(path: Path, content: bytes, label: str) -> None:
-    """The same with bytes; where it fails, nothing is left behind.
+    """Write a file of bytes that is there with all of its content, or not at all.
+
+    A write that fails leaves nothing behind, and what one left that was killed is removed by the next.
 
     Raises:
         OutputError: `label` cannot be written.
@@ -129,6 +132,7 @@ def write_bytes_whole(path: Path, content: bytes, label: str) -> None:
     # of this process alone: another one may write the same file
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        _remove_stale_parts(path)
         part.write_bytes(content)
         os.replace(part, path)
     except OSError as error:
@@ -136,6 +140,24 @@ def write_bytes_whole(path: Path, content: bytes, label: str) -> None:
     finally:
         with suppress(OSError):
             part.unlink()
+
+
+def _remove_stale_parts(path: Path) -> None:
+    """Remove the parts of a file whose processes were killed while they wrote it."""
+    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        process = part.name.removeprefix(f"{path.name}.").removesuffix(".part")
+        if process.isascii() and process.isdigit() and not _is_alive(int(process)):
+            part.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except PermissionError:  # it is another user's
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

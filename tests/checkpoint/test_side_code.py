@@ -17,7 +17,8 @@ from kvsurgery.checkpoint.side_code import SIDE_CONFIGS, SideCode
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.errors import CheckpointError, Mismatch
 from tests.docs.pages import ROOT
-from tests.helpers.command import run
+from tests.evaluate.recall import write_language
+from tests.helpers.command import done, run
 from tests.helpers.shards import tree
 from tests.helpers.surgery import convert_folder
 from tests.helpers.vocabularies import tokenizer
@@ -155,6 +156,20 @@ COMMANDS = {
     "eval": ("eval", "--tasks", "cloze", "--lengths", "128", "--samples", "1", "--device", "cpu"),
     "compute": ("profile", "compute", "--method", "attention", "--samples", "1", "--device", "cpu"),
 }
+
+
+def test_a_check_of_the_cache_needs_trust_before_anything_is_written(with_code: Path, tmp_path: Path) -> None:
+    write_language(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text(f"{text.read_text()} " * 10)
+    convert = ("convert", with_code, "--kv-bits", "8", "--kv-residual", "16", "--out", tmp_path / "out")
+    assert "--trust-remote-code goes with --kv-check" in run(*convert, "--trust-remote-code").err
+    check = (*convert, "--kv-check", text)
+    assert "set --trust-remote-code to run it" in run(*check).err
+    assert not (tmp_path / "out").exists()
+    assert not (with_code.parent / "ran").exists()
+    assert "nats from the original model" in done(*check, "--trust-remote-code").out
+    (with_code.parent / "ran").unlink()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -14,6 +14,7 @@ from kvsurgery.bench import benchmark as module
 from kvsurgery.bench.results import Bench
 from kvsurgery.bench.workload import WARM
 from kvsurgery.cli.bench import _show, bench
+from kvsurgery.system.locks import reserved_folder
 from tests.helpers.command import done, refused, run
 from tests.helpers.families import make
 from tests.helpers.surgery import Converted, convert_folder
@@ -59,6 +60,12 @@ def test_tables_and_files(converted: Converted) -> None:
     with open("new/report/bench.csv", newline="") as file:
         assert [line["kv_bytes"] for line in csv.DictReader(file)] == [str(row.kv_bytes) for row in found.rows]
     assert "<html" in Path("new/report/index.html").read_text()
+
+
+def test_a_folder_that_another_process_writes(converted: Converted) -> None:
+    with reserved_folder(Path("busy")):
+        for command in (["bench", converted.folder, "--out", "busy"], ["report", "busy"]):
+            assert "another process is writing busy; wait for it" in refused(*command)
 
 
 def test_json_of_the_source_and_two_batches(converted: Converted) -> None:

@@ -14,10 +14,12 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.display import console
-from kvsurgery.measure import cache_losses, own_answers, pace, settling, training, training_state
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure import attention, cache_losses, own_answers, pace, settling, training, training_state
 from kvsurgery.measure.prompts import Contexts
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.system.locks import reserved_file
 from tests.helpers.command import done, refused, run
 from tests.helpers.families import make
 from tests.helpers.shards import tree
@@ -394,6 +396,44 @@ def test_an_interrupted_measurement_goes_on_with_what_was_chosen(folder, tenths,
     assert "timing" not in said.err
     assert "chosen for 0.003 min: --min-context 400 --max-context 500 --samples 4 --passkeys 2" in said.err
     assert Path("p.safetensors").read_bytes() == Path("whole.safetensors").read_bytes()
+
+
+def test_a_measurement_that_is_refused_leaves_its_plan_nowhere(folder, tenths, monkeypatch):
+    monkeypatch.setattr("kvsurgery.measure.methods.attention.LEAST_SAMPLES", 2)
+    start = ["profile", "compute", folder, "--method", "attention", *PROMPTS, "--minutes", 0.003, "-o", "p.safetensors"]
+    measure, kept = attention.attention_mass, Path("p.safetensors.samples.jsonl")
+
+    def refuse_after(count):
+        calls = []
+
+        def measure_or_refuse(*arguments, **options):
+            if kept.exists():  # the plan, or a sample too; before, some work is timed
+                if len(calls) == count:
+                    raise ProfileError("no more than that")
+                calls.append(1)
+            return measure(*arguments, **options)
+
+        monkeypatch.setattr(attention, "attention_mass", measure_or_refuse)
+        assert "no more than that" in run(*start).err
+        return [path.name for path in Path().iterdir()]
+
+    assert refuse_after(0) == []
+    assert refuse_after(1) == [kept.name]
+    kept.write_text(kept.read_text().replace("0.", "0.1", 1))
+    assert "damaged" in refused(*start)
+    assert kept.exists()
+
+
+def test_two_measurements_do_not_write_one_profile(folder):
+    """Neither the profile nor the state of a training; what a killed process left is no lock."""
+    start = ["profile", "compute", folder, "--method", "duo", *GATES, *PROMPTS, "--checkpoint", "state"]
+    with reserved_file(Path("p.safetensors")):
+        assert "another process is writing p.safetensors; wait" in refused(*start, "-o", "p.safetensors")
+    with reserved_file(Path("state")):
+        assert "another process is writing state; wait" in refused(*start, "-o", "p.safetensors")
+    Path("p.safetensors.lock").touch()
+    done(*start, "-o", "p.safetensors")
+    assert not [*Path().glob("*.lock")]
 
 
 def test_minutes_of_own_answers(folder, tenths, monkeypatch):

@@ -140,9 +140,7 @@ class TestWhatItSays:
         first, second, *_, last = result.out.splitlines()
         assert first == "llama, llama: 3 of 6 KV heads stream (sparsity 0.5, sink 3, recent 5)"
         assert second == "profile: duo, measured on llama"
-        assert re.fullmatch(
-            r"wrote out: [\d.]+ KiB of weights, in [\d.]+ s, [\d.]+ MB/s, peak memory [\d.]+ [MG]iB", last
-        )
+        assert re.fullmatch(r"wrote out: [\d.]+ KiB of weights, in [\d.]+ s, [\d.]+ MB/s", last)
         # secrets and weights in other formats stay behind, and are named
         assert "not copied, and not restored by revert: .cache/, .env, " in result.err
         loading, following = result.err.splitlines()[-2:]

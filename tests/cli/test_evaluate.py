@@ -12,6 +12,7 @@ from kvsurgery.cli.evaluate import check_measured
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.quick import quick_options
 from kvsurgery.evaluate.results import Cell
+from kvsurgery.system.locks import reserved_folder
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.evaluate.recall import MODEL, convert, write_language
 from tests.helpers.command import done, refused, run
@@ -82,6 +83,12 @@ def prompts_by_task(folder):
 
 PASSKEYS = ("--passkeys", "2", "--passkey-tokens", "4", "--passkey-hidden", "remember {key} .")
 GENERATED = ("--tasks", "needle,passkey,perplexity", *PASSKEYS, "--passkey-asked", "recall {cue}", *OWN)
+
+
+def test_a_folder_that_another_process_writes():
+    with reserved_folder(Path("busy")):
+        line = refused("eval", "recall-cli", "--source", MODEL, *NEEDLE, *OWN, "--out", "busy")
+    assert "another process is writing busy; wait for it" in line
 
 
 def test_one_option_limits_every_task():

@@ -1,5 +1,6 @@
 """What was mistyped, or is of another kind, gets the line that helps; hints are commands that run."""
 
+import json
 import shlex
 import shutil
 from pathlib import Path
@@ -7,10 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvsurgery.cli.profile.compute import compute
+from kvsurgery.errors import KVSurgeryError
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.helpers.command import CONVERT, PROFILE, done, refused, run
+from kvsurgery.profile.origin import ModelOrigin
+from kvsurgery.report import card_files
+from tests.helpers.command import CONVERT, PROFILE, done, refused, run, save_profile
 from tests.helpers.hub_server import serve
 from tests.helpers.shards import llama_checkpoint
+from tests.report import builders
 
 
 class TestMistyped:
@@ -110,6 +116,49 @@ def test_a_profile_with_blanks_in_its_name_is_quoted(here, capsys):
     words = shlex.split(following)
     assert words[1:5] == ["kvsurgery", "convert", "a model/llama", "--profile"]
     done(*words[2:])
+
+
+@pytest.mark.parametrize("source", [["a model"], []], ids=["typed", "of the profile"])
+def test_a_fit_without_losses_says_how_to_measure_them(here, source):
+    Path("llama").rename("a model")
+    save_profile(fingerprint=ModelOrigin.of_folder(Path("a model")).fingerprint)
+    for arguments in (["fit", "--memory", "1GB"], ["convert", "--fit", "1GB", "--dry-run"]):
+        command, *options = arguments
+        said = done(command, *source, "--profile", PROFILE, *options, "--context", "1K").err
+        [line] = [line for line in said.splitlines() if line.startswith("Measure ")]
+        words = shlex.split(line.partition(": ")[2])
+        assert words[:6] == ["kvsurgery", "profile", "compute", "a model", "--method", "kv-bits"]
+        assert compute.make_context("compute", words[3:]).params["out"] == Path("losses.safetensors")
+
+
+def test_a_cache_that_was_not_measured_says_how_to(here):
+    said = done("convert", "llama", "--profile", PROFILE, "--kv-bits", 8, "--out", "an out")
+    assert "not measured" in said.out
+    [line] = [line for line in said.err.splitlines() if line.startswith("Measure it: ")]
+    words = shlex.split(line.partition(": ")[2])
+    assert words[:3] == ["kvsurgery", "convert", "llama"]
+    assert words[-4:] == ["--out", "an out", "--kv-check", "TEXT"]
+    assert "Measure it" not in done("convert", "llama", "--profile", PROFILE, "--out", "plain").err
+
+
+def test_a_tower_whose_tensors_are_not_known_is_named(checkpoint, tmp_path):
+    source = tmp_path / "llava"
+    shutil.copytree(checkpoint("llava"), source)
+    convert = ["convert", source, "--kv-bits", 8, "--dry-run"]
+    assert "without a check" not in done(*convert).err
+    config = json.loads((source / "config.json").read_text())
+    config["vision_config"]["model_type"] = "eyes"
+    (source / "config.json").write_text(json.dumps(config))
+    assert "the tensors of vision_tower, 'eyes', are copied without a check that none is missing" in done(*convert).err
+
+
+def test_a_report_without_its_page_says_how_to_write_it(tmp_path):
+    folder = tmp_path / "a report"
+    folder.mkdir()
+    builders.results().save(folder)
+    with pytest.raises(KVSurgeryError) as refusal:
+        card_files(tmp_path, folder)
+    assert shlex.split(str(refusal.value).split("`")[1]) == ["kvsurgery", "report", str(folder)]
 
 
 def test_comparisons_name_the_files(here):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.display import console
+from kvsurgery.system.locks import reserved_folder
 from tests.evaluate.recall import MODEL, write_language
 from tests.helpers.command import done, refused, run
 from tests.helpers.hub_server import serve
@@ -73,6 +74,15 @@ def test_a_table_a_picture_and_json(monkeypatch):
     assert "difference" in said.out
     assert "difference" not in narrow
     assert rows[0][:6] in [line.split()[:6] for line in narrow.splitlines()]
+
+
+def test_a_folder_that_another_process_writes():
+    """What it has converted stays."""
+    with reserved_folder(Path("busy")):
+        scratch = Path("busy/policy-0123456789abcdef/sweep-checkpoint")
+        scratch.mkdir(parents=True)
+        assert "another process is writing busy; wait for it" in refused(*SWEEP, *AXES, "--out", "busy")
+        assert scratch.exists()
 
 
 def test_bits_need_no_profile():

@@ -18,3 +18,9 @@ def converted(source: Path, tmp_path: Path) -> Path:
     """The same, converted."""
     convert_llama(source, tmp_path / "converted")
     return tmp_path / "converted"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A folder to fill, which is not there yet."""
+    return tmp_path / "out"

@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import full_heads
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.origin import ModelOrigin
 from tests.helpers.tiny_recall import FOLDER, ablation, task
 
 SMOLLM2 = FOLDER.parent / "smollm2"
@@ -35,6 +37,20 @@ def test_the_profile_tells_the_heads_apart(scripts):
     assert {name: told[name] for name in ("steps", "reg", "lr")} == {
         name: getattr(gates.OPTIONS, name) for name in ("steps", "reg", "lr")
     }
+
+
+@pytest.mark.parametrize("path", sorted(SMOLLM2.glob("*.safetensors")), ids=lambda path: path.stem)
+def test_profiles_name_their_model_without_a_path(path):
+    kind = CacheLosses if CacheLosses.recognizes(path) else HeadProfile
+    assert kind.load(path).origin == ModelOrigin("model", None, "15815f9d5ac86072bf15467b01829e08")
+
+
+@pytest.mark.skipif(not (SMOLLM2 / "model" / "config.json").exists(), reason="examples/smollm2/make.py makes the model")
+def test_the_model_is_found_beside_its_profiles(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = SMOLLM2 / "er.safetensors"
+    assert HeadProfile.load(path).origin.place([path]) == (str(SMOLLM2 / "model"), None)
 
 
 def test_gates_of_20_minutes_rank_half_of_the_heads():

@@ -19,6 +19,7 @@ from kvsurgery.cli.running import (
     device_option,
     dtype_option,
     quiet_transformers,
+    reserve,
     revision_option,
     seed_option,
     trust_remote_code_option,
@@ -107,16 +108,20 @@ def compute(
     configured_method = _configured_method(ctx, method, seed)
 
     from kvsurgery.system.files import check_new_file
+    from kvsurgery.system.locks import reserved_file
 
     check_revision(source, revision)
+    reserve(reserved_file(out))
     check_new_file(out)
     configured_method.check()
+    if configured_method.kept is not None:
+        reserve(reserved_file(configured_method.kept))
     quiet_transformers()
     configured_method.check_state()
 
     from kvsurgery.cli.profile.saving import remember
     from kvsurgery.display import console
-    from kvsurgery.errors import Interrupted, TooLittleTime
+    from kvsurgery.errors import Interrupted, KVSurgeryError, TooLittleTime
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.measure.methods.method import Reporter, SampledMethod
     from kvsurgery.system.processes import started_processes
@@ -145,6 +150,10 @@ def compute(
                 measurement = configured_method.measure(measured, mesh, reporter)
         except TooLittleTime as error:
             raise ProfileError(f"{error}: {with_value('--minutes', error.minutes)}") from None
+        except KVSurgeryError:
+            if isinstance(configured_method, SampledMethod) and processes.rank == 0:
+                configured_method.drop_plan()
+            raise
         except KeyboardInterrupt:
             kept = configured_method.kept
             hint = f"{configured_method.way_on} goes on from {kept}" if kept and kept.is_file() else "nothing is kept"

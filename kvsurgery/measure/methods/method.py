@@ -6,12 +6,13 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from kvsurgery.display.progress import Progress, silent
-from kvsurgery.errors import ProfileError
+from kvsurgery.errors import KVSurgeryError, ProfileError
 from kvsurgery.setting import setting, settings_of, text_setting
 
 if TYPE_CHECKING:
@@ -171,6 +172,14 @@ class SampledMethod(PacedMethod):
         plan, _ = kept_plans.result([str(asked)], lambda: {"plan": json.dumps(super_plan(measured, mesh, reporter))})
         chosen = json.loads(plan["plan"])
         return {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
+
+    def drop_plan(self) -> None:
+        """Remove the file of a measurement that was refused, where it has a plan and no sample yet."""
+        from kvsurgery.measure.kept_samples import read_kept
+
+        with suppress(KVSurgeryError):  # what is damaged is not for this run to remove
+            if self.kept is not None and all("plan" in result for result in read_kept(self.kept).values()):
+                self.kept.unlink(missing_ok=True)
 
 
 def _as_typed(value: Any) -> str:
