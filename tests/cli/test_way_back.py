@@ -71,8 +71,8 @@ class TestWayBack:
     @pytest.mark.parametrize(
         ("out", "words"),
         [
-            ("duo", "is the source or lies in it"),
-            ("duo/back", "lies in it"),
+            ("duo", "is the source or inside it"),
+            ("duo/back", "inside it"),
             ("llama", "not empty"),
             ("/proc/x", "/proc/x"),
         ],
