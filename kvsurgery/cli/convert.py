@@ -108,7 +108,7 @@ def convert(
     reads prompts far beyond its context (REFORM). Without a profile, every head keeps every token and only the cache is
     quantized. The weights keep their bytes in a different order, so `kvsurgery revert` restores the original.
 
-    To continue an interrupted run, run the same command again. With --stream it does not fetch finished tensors again.
+    To resume an interrupted run, rerun the same command. With --stream it does not fetch finished tensors again.
 
     \b
     kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo

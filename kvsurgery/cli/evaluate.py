@@ -56,8 +56,8 @@ def evaluate(
     Each prompt is prefilled into the KV cache. Where answers are short, the last 50 tokens of the prompt are decoded
     one at a time. Perplexity is measured token by token through the cache.
 
-    OUT holds the prompts (samples.jsonl), the answers of each model, results.json and a report page. To continue an
-    interrupted run, run the same command again. The code in DIR is executed: verify it first.
+    OUT holds the prompts (samples.jsonl), the answers of each model, results.json and a report page. To resume an
+    interrupted run, rerun the same command. The code in DIR is executed: verify it first.
 
     The tasks needle, passkey, perplexity, cloze and ruler are generated, in words that the tokenizer must know. The
     tasks babilong, infinitebench, longbench, longbench_v2, loogle and scbench read the published data, from files or

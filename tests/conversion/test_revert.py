@@ -155,7 +155,7 @@ def interrupted_at(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[]
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(OutputError, match="run the same command again"):
+        with pytest.raises(OutputError, match="rerun the same command to resume"):
             run()
 
 
