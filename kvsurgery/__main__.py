@@ -10,7 +10,7 @@ def main() -> None:
 
         main()
     except KeyboardInterrupt:
-        print("kvsurgery: interrupted; give the same command again", file=sys.stderr)
+        print("kvsurgery: interrupted; run the same command again", file=sys.stderr)
         sys.exit(130)
 
 

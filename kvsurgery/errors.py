@@ -71,7 +71,7 @@ class Interrupted(KVSurgeryError):
 
     exit_code = 130
 
-    def __init__(self, hint: str = "the same command goes on from here") -> None:
+    def __init__(self, hint: str = "rerun the same command to resume") -> None:
         super().__init__(f"interrupted; {hint}")
 
 

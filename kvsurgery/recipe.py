@@ -203,7 +203,7 @@ class Recipe:
                 raise PolicyError(f"`{name}` is for budgeted heads; set `rest` to budgeted, or leave it out")
         detail_fields = [name for name in (*QUANTIZED, "kv_measured") if getattr(self, name) != _DEFAULTS[name]]
         if detail_fields and self.kv_bits is None and self.fit is None:
-            raise PolicyError(f"{_quoted_names(detail_fields)} goes with `kv_bits`; add that, or leave it out")
+            raise PolicyError(f"{_quoted_names(detail_fields)} requires `kv_bits`")
         self._check_auto()
         decided_fields = [name for name in (*CHOICES, "budget", "kv_bits") if getattr(self, name) is not None]
         if decided_fields and self.fit is not None:
@@ -215,7 +215,7 @@ class Recipe:
         """Raise PolicyError where bits of layers cannot be chosen as the recipe says."""
         if self.kv_bits != AUTO:
             if self.kv_budget is not None:
-                raise PolicyError("`kv_budget` goes with `kv_bits` auto; add that, or leave it out")
+                raise PolicyError("`kv_budget` requires `kv_bits` auto")
             return
         if self.kv_measured is None:
             raise PolicyError(

@@ -50,12 +50,14 @@ def setting(
 
 def lengths_setting() -> Any:
     """The lengths of prompts, by default what `default_lengths` gives."""
-    return setting(None, "lengths", "prompt lengths in tokens", default="five up to 32000", tokens=True, basic=True)
+    return setting(
+        None, "lengths", "prompt lengths in tokens", default="five lengths up to 32000", tokens=True, basic=True
+    )
 
 
 def text_setting() -> Any:
     """The text of prompts, as `Haystack.read` takes it."""
-    help_text = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config]"
+    help_text = "text that prompts are made of: a file, or a dataset of the Hub, owner/name[:config]"
     return setting(None, "text", help_text, default="generated", basic=True)
 
 

@@ -1,4 +1,4 @@
-"""Budgeted heads: each keeps the tokens of the prompt that its end attends to most, and everything after the prompt.
+"""Budgeted heads: each keeps the prompt tokens that the end of the prompt attends to most, and all later tokens.
 
 HeadKV (Fu et al. 2024) gives every head a budget of its own; what a head keeps is chosen as in SnapKV (Li et al. 2024),
 per KV head and per sequence. Until the prompt is complete, attention is exact. From then on a budgeted head is a full
@@ -215,7 +215,7 @@ class BudgetedHeads:
             **{name: part if part is None else part[..., -heads:] for name, part in parts.items()},
         )
 
-    # what only budgets that hold need
+    # what only rolling budgets need
 
     def widen(self, margin: int, seen: int, capacity: int) -> None:
         """Keep what is needed to take back as many as `margin` of the columns that come; `seen` have come."""

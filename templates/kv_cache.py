@@ -1,4 +1,4 @@
-"""The KV cache of a model whose heads keep different amounts: preallocated, stored by position, once per KV head.
+"""The KV cache of heads of different lengths: preallocated, stored by position, once per KV head.
 
 Stock attention calls `cache.update(k, v, layer)` and passes what it gets to the attention function. Here it gets a
 `Handle`: the new keys and values, and the layer cache that they belong to. The attention function (kv_attention.py)
@@ -160,7 +160,7 @@ class KVLayerCache(HandingLayer):
 
     @property
     def held(self) -> SelectingHeads | None:
-        """The heads whose budgets hold, if there are any."""
+        """The heads with rolling budgets, if there are any."""
         return self.budgeted if self.layout.holds else None
 
     @property
@@ -170,7 +170,7 @@ class KVLayerCache(HandingLayer):
 
     @property
     def filling(self) -> list[QuantizedGroup]:
-        """Those of them that fill tiles with what will not be taken back; heads whose budgets hold can undo it."""
+        """Those of them that fill tiles with what will not be taken back; heads with rolling budgets can undo it."""
         held_groups = self.held.groups if self.held else ()
         return [group for group in self.quantized if group not in held_groups]
 

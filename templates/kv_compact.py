@@ -1,4 +1,4 @@
-"""A kernel that stores what budgeted heads keep of a prompt."""
+"""A kernel that stores the prompt tokens that budgeted heads keep."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Attention on CUDA: what `kv_torch` has, through the Triton kernels, or flash attention and SDPA where they apply."""
+"""Attention on CUDA: the functions of `kv_torch` with Triton kernels, or flash attention and SDPA where they apply."""
 
 import functools
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Reading a prompt chunk by chunk beside a compressed cache, for an embedding of every token (REFORM).
+"""Encoding of a prompt: chunks run with a compressed cache, and every token gets an embedding (REFORM).
 
 Stock layers run, up to the highest one whose states are wanted. What a layer keeps of earlier chunks gets new positions
 before every chunk, so that no position exceeds budget + chunk; keys are stored as they are before RoPE for that.

@@ -1,4 +1,4 @@
-"""Generation from prompts beyond the context: the tokens that the question needs are gathered, and prompt the model.
+"""Generation from prompts beyond the context: gathers the tokens that the question needs and generates from these.
 
 REFORM (Song et al. 2025): the similarity of every token's embedding to the question's, the most similar tokens in their
 order, and one pass of those through the whole model.

@@ -1,4 +1,4 @@
-"""What a stock transformers model needs to run with this checkpoint's head-level KV cache."""
+"""The methods that a stock transformers model needs to run with this checkpoint's head-level KV cache."""
 
 import functools
 import inspect

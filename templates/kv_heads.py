@@ -1,4 +1,4 @@
-"""Storage of the heads of one kind in one layer, by position, and what all layers of a cache know of its columns."""
+"""Storage of the heads of one kind in one layer, by position, and the columns that all layers of a cache share."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -248,7 +248,7 @@ def selecting_heads(layout: LayerLayout) -> Callable[[torch.Tensor, LayerLayout,
     if not layout.budgets:
         return None
     if layout.holds not in SELECTING:
-        heads_suffix, options_suffix = (" whose budgets hold", " and --hold") if layout.holds else ("", "")
+        heads_suffix, options_suffix = (" with rolling budgets", " and --hold") if layout.holds else ("", "")
         raise ValueError(
             f"config.json asks for budgeted heads{heads_suffix}, and this checkpoint was converted without their code; "
             f"convert the original model with --rest budgeted{options_suffix}"

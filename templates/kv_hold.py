@@ -1,4 +1,4 @@
-"""Budgets that hold: heads that select again whenever a block of tokens has come since they last did.
+"""Rolling budgets (`hold`): budgeted heads that select again after every block of tokens.
 
 A head has its budget of selected tokens, the observation window, and a block of recent tokens. When the block is full,
 the last `window` queries choose among all tokens before them, as the end of the prompt did (kv_budget.py); these

@@ -1,4 +1,4 @@
-"""What a forward is asked for: what attention here cannot do is refused, and packed texts are told apart."""
+"""Arguments of a forward pass: unsupported ones are refused, and packed texts are separated."""
 
 import inspect
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: attention over heads that keep different amounts, for CUDA.
+"""Functions that the Triton kernels share, for attention over heads of different lengths.
 
 A head's tokens lie in slots. Slot s holds position s while s < sink; from there on positions go round a ring: position
 p is in slot sink + (p - sink) % ring. A query at position i sees position p <= i when p < sink or i - p < recent. A

@@ -1,4 +1,4 @@
-"""Which KV heads keep what, read from the `kv_surgery` section of config.json, and the bytes that this takes.
+"""Layout of the KV cache: what each head keeps, read from the `kv_surgery` section of config.json, and its bytes.
 
 Nothing here needs torch: the tool that wrote this checkpoint and the model that runs it share this arithmetic.
 """
@@ -235,7 +235,7 @@ class LayerLayout:
         if rank is None:
             first, *others = (self.part(process, processes) for process in range(processes))
             if any(other != first for other in others):
-                raise ValueError("processes hold different heads, and nothing says which of them this one is")
+                raise ValueError("processes hold different heads; give the index of this process")
             return first
         start = rank * size
         own_blocks = self.blocks[start : start + size]
@@ -394,7 +394,7 @@ class KVLayout:
             raise ValueError(f"kv_surgery describes {len(layers)} layers, the model has {depth}")
         layer_types = setting(text, "layer_types") or []
         if not isinstance(layer_types, list | tuple):
-            raise ValueError(f"layer_types of config.json is no list: {layer_types!r}")
+            raise ValueError(f"layer_types of config.json is not a list: {layer_types!r}")
         for index, layer in enumerate(layers):
             heads = layer_setting(text, index, "num_key_value_heads") or setting(text, "num_attention_heads")
             expected_heads = 0 if layer_types[index : index + 1] == [LINEAR] or layer.source is not None else heads
@@ -475,7 +475,7 @@ class KVLayout:
         layers = tuple(replace(layer, quantization=quantization) for layer in self.layers)
         if any(layer.holds for layer in layers) and not any(layer.quantized_heads for layer in layers):
             raise ValueError(
-                "heads whose budgets hold are quantized with the scheme per-token only, and no other head is "
+                "heads with rolling budgets are quantized with the scheme per-token only, and no other head is "
                 "quantized; choose that scheme, or leave quantization out"
             )
         return KVLayout(layers, self.head_dim)

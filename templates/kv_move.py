@@ -1,4 +1,4 @@
-"""Kernels that move what heads keep to their first positions, where budgets hold; kv_reselect.py has chosen it.
+"""Kernels that move the tokens selected by kv_reselect.py to the first positions of a head, for rolling budgets.
 
 Moving is in place. A token only ever moves to an earlier position, so the first ones go first.
 """

@@ -1,4 +1,4 @@
-"""A kernel that chooses again what each head keeps, where budgets hold; kv_move.py has the one that moves it.
+"""A kernel that selects again which tokens each head keeps, for rolling budgets; kv_move.py moves them.
 
 A head in the model's dtype has the token at position p in slot p. A quantized head has its older tokens in tiles, where
 each has scales of its own. `HeldHeads` (kv_hold.py) has the same in plain torch, which is the reference.

@@ -1,4 +1,4 @@
-"""Tokens that have codes of their own, which move from tile to tile as they are: quantized heads whose budgets hold."""
+"""Quantized heads with rolling budgets: each token has its own codes, which move from tile to tile unchanged."""
 
 from collections.abc import Sequence
 from itertools import accumulate

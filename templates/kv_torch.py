@@ -1,4 +1,4 @@
-"""Attention in plain torch, head group by head group: what runs on a CPU, and the reference of the kernels.
+"""Attention in plain torch, one head group at a time: used on CPUs, and the reference for the kernels.
 
 Long inputs go through in blocks of queries, so that no mask is larger than one block.
 """

@@ -139,7 +139,7 @@ def test_defaults_are_those_of_the_emitted_code():
         ("[fit]\nmemory = 9\ncontext = 0", "`context` must lie in [1, 1073741824] tokens, got 0"),
         ("sparsity = 0.5\nfull_heads = 3", "`sparsity` and `full_heads` exclude each other; give one"),
         ("rest = 'streaming'\nbudget = 9", "`budget` is for budgeted heads; set `rest` to budgeted, or leave it out"),
-        ("kv_residual = 9", "`kv_residual` goes with `kv_bits`; add that, or leave it out"),
+        ("kv_residual = 9", "`kv_residual` requires `kv_bits`"),
         (
             "kv_bits = 4\n[fit]\nmemory = 9\ncontext = 9",
             "fitting a memory budget decides `kv_bits`; leave out what it decides",

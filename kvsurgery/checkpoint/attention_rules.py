@@ -100,7 +100,7 @@ class AttentionRules:
         has_head_dim = config.get("head_dim") is not None or "head_dim" in self.defaults
         head_dim = self._number(config, "head_dim") if has_head_dim else self.hidden(config) // query_heads
         if not 0 < query_heads * head_dim <= MAX_WIDTH:
-            raise UnsupportedModel(f"config.json: {query_heads} query heads of {head_dim} are not a sensible width")
+            raise UnsupportedModel(f"config.json: {query_heads} query heads of width {head_dim} are not plausible")
         return ModelDimensions(layers, query_heads, kv_heads, head_dim)
 
     def hidden(self, config: Mapping[str, Any]) -> int:

@@ -29,7 +29,7 @@ def check_finished(folder: Path) -> None:
         CheckpointError: it is.
     """
     if (folder / JOURNAL).exists():
-        raise CheckpointError(f"{folder}: its conversion was interrupted; give the same command again to finish it")
+        raise CheckpointError(f"{folder}: its conversion was interrupted; run the same command again to finish it")
 
 
 class Journal:

@@ -88,7 +88,7 @@ class Provenance:
             check_finished(folder)
             raise CheckpointError(
                 f"{folder} has no {PROVENANCE}: it was not converted by kvsurgery, or save_pretrained wrote it again, "
-                "which loses the way back"
+                "so it cannot be reverted"
             )
         try:
             if not path.is_file() or path.stat().st_size > MAX_BYTES:

@@ -170,7 +170,7 @@ def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, bool]]:
         elif is_folder:
             yield from _entries(path, f"{relative}/")
         elif is_link and not path.exists() and not _is_left_out(name):
-            raise CheckpointError(f"{path} is a link to nothing; fetch it again")
+            raise CheckpointError(f"{path} is a broken link; fetch the file again")
         else:
             yield relative, is_file or (is_link and not path.exists())
 

@@ -51,7 +51,7 @@ class LazyGroup(HelpGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:  # of a command that has no hint of its own; click would exit with 1
-            raise Interrupted("give the same command again") from None
+            raise Interrupted("run the same command again") from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

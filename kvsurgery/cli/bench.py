@@ -51,7 +51,7 @@ NOTHING = "-"  # in place of what was not measured
         type=Several(Tokens(1)),
         help="Prompt lengths in tokens.  [default: (512,1K,2K,4K on a CPU, 4K,16K,64K on a GPU, up to the context)]",
     ),
-    click.option("--batches", type=Several(POSITIVE), default="1", show_default=True, help="Prompts read together."),
+    click.option("--batches", type=Several(POSITIVE), default="1", show_default=True, help="Batch sizes."),
 )
 @click.option(
     "--new-tokens",
@@ -59,7 +59,7 @@ NOTHING = "-"  # in place of what was not measured
     type=Tokens(WARM + 1),
     default=48,
     show_default=True,
-    help="Decode steps after a prompt; a CUDA graph needs 12.",
+    help="Number of decode steps after each prompt; with fewer than 12, no CUDA graph is used.",
 )
 @click.option(
     "--chunk",

@@ -117,7 +117,7 @@ def convert(
     reads prompts far beyond its context (REFORM). Without a profile, every head keeps every token and only the cache is
     quantized. The weights keep their bytes in a different order, so `kvsurgery revert` restores the original.
 
-    To continue an interrupted run, give the same command again. With --stream it does not fetch finished tensors again.
+    To resume an interrupted run, rerun the same command. With --stream it does not fetch finished tensors again.
 
     \b
     kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo
@@ -164,7 +164,7 @@ def convert(
         raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
     request = request_of(source, revision, recipe)
     if stream and request.folder is not None:
-        raise click.UsageError(f"--stream goes with a Hub id, and {request.place} is a folder")
+        raise click.UsageError(f"--stream requires a Hub id, but {request.place} is a folder")
     if options["method"] == "reform" and (request.profile is not None or request.reform is None):
         raise click.UsageError("--method reform takes a reform profile alone; to add scores, leave --method out")
     if dry_run or out is None:

@@ -33,8 +33,8 @@ NOTHING = "-"  # in place of what was not measured
         click.option(
             "--quick",
             is_flag=True,
-            help="Ask only 8 needles, in text twice as long as what a head keeps: whether a small model is still good, "
-            "in about two minutes on one core. Further options change what is asked.",
+            help="A first check, two minutes on one core for a small model: 8 needles, in prompts twice as long as "
+            "what a head keeps. Other options change the questions, such as --samples 40.",
         )
     ),
 )
@@ -44,7 +44,7 @@ NOTHING = "-"  # in place of what was not measured
     type=POSITIVE,
     default=1,
     show_default=True,
-    help="Number of processes that share the models: all of them, or 1.",
+    help="Number of processes that share the models: 1, or all that torchrun started.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
@@ -56,8 +56,8 @@ def evaluate(
     Each prompt is prefilled into the KV cache. Where answers are short, the last 50 tokens of the prompt are decoded
     one at a time. Perplexity is measured token by token through the cache.
 
-    OUT holds the prompts (samples.jsonl), the answers of each model, results.json and a report page. To continue an
-    interrupted run, give the same command again. The code in DIR is executed: verify it first.
+    OUT holds the prompts (samples.jsonl), the answers of each model, results.json and a report page. To resume an
+    interrupted run, rerun the same command. The code in DIR is executed: verify it first.
 
     The tasks needle, passkey, perplexity, cloze and ruler are generated, in words that the tokenizer must know. The
     tasks babilong, infinitebench, longbench, longbench_v2, loogle and scbench read the published data, from files or
@@ -81,7 +81,7 @@ def evaluate(
     check_new(out)
     reserve(reserved_folder(out))
     if quick and source is None:
-        raise click.UsageError("--quick compares with the original: give it with --source")
+        raise click.UsageError("--quick requires --source, the original to compare with")
     tasks, preset = {}, {}
     if not quick:
         tasks = tasks_of(ctx)

@@ -81,7 +81,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
     if facts.parameters:
         dtypes = ", ".join(f"{count:,} in {dtype}" for dtype, count in facts.parameters.items())
         yield "parameters", dtypes
-        yield "output layer", "the embedding" if facts.tied else "of its own" if facts.has_output else "none"
+        yield "output layer", "shared with the embedding" if facts.tied else "separate" if facts.has_output else "none"
         yield "weights", f"{console.size(facts.size)} in {facts.shards} {'file' if facts.shards == 1 else 'files'}"
 
 

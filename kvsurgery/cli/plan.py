@@ -195,7 +195,7 @@ def print_fit(fit: Mapping[str, Any], processes: int) -> None:
         console.size(fit[name]) for name in ("total", "weights", "kv_bytes", "workspace")
     )
     whole_prompt = fit["chunk"] == fit["context"] - fit["new_tokens"]
-    prefill = "the prompt at once" if whole_prompt else f"prefill_chunk_size={fit['chunk']}"
+    prefill = "one-shot prefill" if whole_prompt else f"prefill_chunk_size={fit['chunk']}"
     devices_note = f" on each of {processes} devices" if processes > 1 else ""
     console.stdout.print(
         f"{total} of {console.size(fit['memory'])}{devices_note} for {fit['batch']} x {fit['context']:,} tokens: "

@@ -19,7 +19,7 @@ from kvsurgery.system.repo_id import is_repo_name
 @click.option(
     "--delete-others",
     is_flag=True,
-    help="Delete files of the repository that DIR does not have and that can change what it loads as, such as other "
+    help="Delete files that DIR lacks and that can change what it loads as, such as other "
     "weights, adapters and code; without it, they are refused.",
 )
 @click.option(
@@ -32,7 +32,7 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, delete_othe
 
     The repository is created if needed. All files appear in a single commit, so nobody downloads an incomplete model.
     Files that are in the repository already and can change what DIR loads as are refused, before anything is uploaded.
-    After a failure, give the same command again: weights that the Hub already has are not sent again.
+    After a failure, run the same command again: weights that the Hub already has are not sent again.
 
     With --report, the card on the Hub shows the report's figures and scores; DIR itself is not changed. The page lists
     the commands that reproduce each number, including the names of local folders.

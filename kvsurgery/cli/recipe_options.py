@@ -38,7 +38,7 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "method": (
             click.Choice(["duo", "headkv", "reform"]),
             "Short for --rest streaming (duo) and --rest budgeted (headkv); reform reads long prompts and keeps every "
-            "head full.  [default: (what the profile was measured for)]",
+            "head full.  [default: (as the profile was measured for)]",
         ),
         "rest": (
             click.Choice(get_args(Rest)),
@@ -60,7 +60,7 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "budget": (
             Tokens(),
             "Tokens of a prompt that a budgeted head keeps on average, in addition to the observation window: a "
-            'published "KV = 128" is --budget 120 --window 8.  [default: (what a profile of budgets says)]',
+            'published "KV = 128" is --budget 120 --window 8.  [default: (that of a profile of budgets)]',
             basic,
         ),
         "beta": (
@@ -78,7 +78,7 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "hold": (
             Tokens(),
             "Select again after every block of this many tokens (32 if no number is given), so that a budgeted head "
-            "never keeps more than budget, window and a block.  [default: (it keeps all tokens after the prompt)]",
+            "never keeps more than budget, window and a block.  [default: (all tokens after the prompt are kept)]",
         ),
         "select": (
             click.Choice(list(SELECTS)),
@@ -94,8 +94,8 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_budget": (float, "With --kv-bits auto: the largest average number of bits per stored value."),
         "kv_scheme": (
             click.Choice(["kivi", "per-token"]),
-            "Which elements share a scale: kivi, a channel of keys and a token of values; per-token, a token of both. "
-            "With --hold, budgeted heads are quantized only per token.",
+            "Elements that share a scale: with kivi, those of a channel of keys or of a token of values; with "
+            "per-token, those of a token of either. With --hold, budgeted heads are quantized only per token.",
         ),
         "kv_group_size": (
             int,
@@ -109,8 +109,9 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_sink": (Tokens(), "Number of first tokens of a full or budgeted head that are not quantized."),
         "kv_rotate": (
             click.Choice(["none", "values", "both"]),
-            "What is rotated within a head before it is quantized: values, or both keys and values. Rotated keys help "
-            "some models and harm others.  [default: (values at 4 bits and less, and with per-token keys too)]",
+            "States that are rotated within a head before they are quantized: values, or both keys and values. "
+            "Rotated keys help some models and harm others.  "
+            "[default: (values at 4 bits and less, and with per-token keys too)]",
         ),
         "kv_clip": (
             bool,
@@ -118,7 +119,7 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "kv_measured": (
             click.Path(),
-            "File of losses measured by `profile compute --method kv-bits`. They decide what is rotated and clipped "
+            "File of losses measured by `profile compute --method kv-bits`. They decide rotation and clipping "
             "and, with `convert --kv-bits auto`, the width of each layer.",
         ),
     },
@@ -149,7 +150,7 @@ REFORM: dict[str, tuple[Any, str]] = {
     "keep": (int, "Number of first and of last tokens that are always kept.  [default: 256]"),
     "pool": (int, "Number of neighboring tokens over which similarity to the question is pooled.  [default: 129]"),
     "recompute_budget": (Tokens(), "Tokens that are gathered for the whole model.  [default: (16K, or what fits)]"),
-    "query_length": (int, "Tokens of the question if nothing marks it in the prompt.  [default: 64]"),
+    "query_length": (int, "Length of the question when the prompt has no user-turn marker.  [default: 64]"),
 }
 
 
@@ -245,7 +246,7 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
     if implied_rest and values.setdefault("rest", implied_rest) != implied_rest:
         raise click.UsageError(f"--method {method} means --rest {implied_rest}; leave one of them out")
     if "tp_uneven" in values and "tp" not in values and recipe.tp == 1:
-        raise click.UsageError("--tp-uneven goes with --tp; add that, or leave it out")
+        raise click.UsageError("--tp-uneven requires --tp")
     sizes = {name: value for name in REFORM if (value := options.get(f"reform_{name}")) is not None}
     if sizes:
         values["reform"] = replace(recipe.reform, **sizes)
@@ -258,7 +259,9 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
         raise click.UsageError(in_flags(str(error))) from error
     if not recipe.profiles and recipe.budgets_from is None and recipe.kv_bits is None:
         alternative = "" if recipe.fit else "; without one, --kv-bits 8, 4, 3 or 2 quantizes the cache of every head"
-        raise click.UsageError(f"--profile is missing: the scores that heads are chosen by{alternative}")
+        raise click.UsageError(
+            f"--profile is missing: the file of scores that decide which heads stay full{alternative}"
+        )
     return recipe
 
 
@@ -271,9 +274,9 @@ def _demand(options: Mapping[str, Any], file_demand: Demand | None) -> dict[str,
     demand_fields = {**(vars(file_demand) if file_demand else {}), **typed_values}
     if "memory" not in demand_fields:
         option = "--context" if "context" in typed_values else "--batch"
-        raise click.UsageError(f"{option} goes with --fit; add that, or leave it out")
+        raise click.UsageError(f"{option} requires --fit")
     if "context" not in demand_fields:
-        raise click.UsageError("--context is missing: tokens of a sequence, which --fit makes room for")
+        raise click.UsageError("--fit requires --context, the number of tokens to make room for")
     return {"fit": Demand(**demand_fields)}
 
 
@@ -287,7 +290,7 @@ def check_recipe_file(path: Path) -> None:
     if path.exists():
         try:
             if not path.is_file() or path.stat().st_size > LARGEST_RECIPE:
-                raise RecipeError(f"{path} is no file of this kind")
+                raise RecipeError(f"{path} is not a file of this kind")
             Recipe.load(path)
         except RecipeError as error:
             raise OutputError(

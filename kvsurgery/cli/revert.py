@@ -26,7 +26,7 @@ def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     """Restore the original of the converted checkpoint DIR, byte for byte.
 
     DIR holds all that is needed. Every restored tensor and file must match the hash that the conversion recorded. To
-    continue an interrupted run, give the same command again.
+    resume an interrupted run, rerun the same command.
 
     \b
     kvsurgery revert ./llama3-duo --out ./llama3

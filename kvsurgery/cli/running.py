@@ -54,7 +54,7 @@ def check_revision(source: str, revision: str | None) -> None:
         UsageError: a revision is given with a folder.
     """
     if revision is not None and checkpoint_folder(source) is not None:
-        raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
+        raise click.UsageError(f"--revision requires a Hub id, but {source} is a folder")
 
 
 def typed_command(without: str | None = None, more: Sequence[str] = ()) -> str:

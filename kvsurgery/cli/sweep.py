@@ -50,7 +50,7 @@ def sweep(
 
     OUT holds a report page, sweep.json, sweep.csv and sweep.png: quality against the bytes of the KV cache, with the
     original's score as a line. Rings mark settings that no smaller setting matches. Bars are 95% intervals of the
-    difference to the original. To continue an interrupted run, give the same command again; with more values on an
+    difference to the original. To resume an interrupted run, rerun the same command; with more values on an
     axis, only new settings are computed.
 
     \b

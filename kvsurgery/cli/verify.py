@@ -54,7 +54,7 @@ def verify(
     from kvsurgery.errors import Mismatch
 
     if not logits and ctx.get_parameter_source("dtype") is ParameterSource.COMMANDLINE:
-        raise click.UsageError("--dtype goes with --logits; add that, or leave it out")
+        raise click.UsageError("--dtype requires --logits")
     original = None if source is None else source_folder(source, folder)
     folders = [folder] if original is None else [folder, original]
     try:

@@ -260,7 +260,7 @@ def _earlier(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> Prove
         if shard.changed_after(finish_time):
             folder, source = shlex.quote(str(out)), shlex.quote(str(checkpoint.folder))
             raise OutputError(
-                f"{shard.path} is newer than its conversion in {out}; see whether it still is the same with "
+                f"{shard.path} is newer than its conversion in {out}; check whether it is unchanged with "
                 f"`kvsurgery verify {folder} --source {source}`, or choose another folder"
             )
         if not (out / shard.name).is_file() or (out / shard.name).stat().st_size != shard.size:

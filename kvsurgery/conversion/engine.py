@@ -101,7 +101,7 @@ def move_bytes(
                 progress(count)
         digests[tensor.name] = hasher.hexdigest()
         if expected is not None and expected.get(tensor.name) != digests[tensor.name]:
-            raise Mismatch(f"{tensor.name} in {shard.path} does not have the bytes that were recorded")
+            raise Mismatch(f"{tensor.name} in {shard.path} differs from the recorded bytes")
         if target is not None and target.record is not None:
             target.record(tensor.name, digests[tensor.name])
 

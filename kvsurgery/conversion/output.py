@@ -146,7 +146,7 @@ class Output:
             self._journal.close()
         if isinstance(error, OSError):
             raise OutputError(
-                f"cannot write {self.folder}: {error.strerror or error}; run the same command again to go on from here"
+                f"cannot write {self.folder}: {error.strerror or error}; rerun the same command to resume"
             ) from error
 
     @contextmanager
@@ -234,7 +234,7 @@ def check_outside(folder: Path, source: Path) -> None:
     """
     resolved_folder, resolved_source = folder.resolve(), source.resolve()
     if resolved_folder == resolved_source or resolved_source in resolved_folder.parents:
-        raise OutputError(f"{folder} is the source or lies in it; choose a folder of its own")
+        raise OutputError(f"{folder} is the source or inside it; choose another folder")
 
 
 def _check_empty(folder: Path) -> None:

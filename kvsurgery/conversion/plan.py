@@ -171,7 +171,7 @@ def heads_by_layer(family: Family, config: Mapping[str, Any]) -> list[range]:
 def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int) -> None:
     if tensor.dtype not in ATTENTION_DTYPES:
         raise UnsupportedModel(
-            f"{tensor.name!r} is {tensor.dtype}; surgery takes {', '.join(ATTENTION_DTYPES)} weights"
+            f"{tensor.name!r} is {tensor.dtype}; conversion supports {', '.join(ATTENTION_DTYPES)} weights"
         )
     lengths = {
         "hidden": hidden,

@@ -62,7 +62,7 @@ class PreparedConversion:
         """
         if reform is None and recipe.reform.given:
             names = " and ".join(f"`reform.{size}`" for size in recipe.reform.given)
-            raise PolicyError(f"{names} goes with a reform profile; add one, or leave it out")
+            raise PolicyError(f"{names} requires a reform profile")
         if reform is not None and recipe.fit is not None:
             raise PolicyError("`fit` makes no room for reading long prompts; leave it or the reform profile out")
         checkpoint = Checkpoint.open(folder, name, revision)

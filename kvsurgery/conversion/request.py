@@ -72,7 +72,7 @@ class Request:
         from_profile = source is None
         if from_profile:
             if measured_profile is None:
-                raise CheckpointError("no checkpoint is named, and no head profile to say which")
+                raise CheckpointError("no checkpoint is given, and no head profile that names one")
             source, revision = _measured_model(measured_profile, revision, recipe)
         return cls(str(source), revision, recipe, profile, reform, budgets, from_profile)
 

@@ -89,7 +89,7 @@ class Evaluation:
         """
         if options.tp not in (1, processes.world):
             raise KVSurgeryError(
-                f"{options.tp} processes are to share the models, {processes.world} were started; start {options.tp}"
+                f"the models need {options.tp} processes, but {processes.world} were started; start {options.tp}"
             )
         if not tasks:
             raise KVSurgeryError("there is no task to run; name some, such as needle")

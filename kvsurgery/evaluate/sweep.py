@@ -144,7 +144,7 @@ def sweep(
     """
     settings, resolved_folder = grid.settings(), Path(folder).resolve()
     if grid.source.resolve() in (resolved_folder, *resolved_folder.parents):
-        raise OutputError(f"{folder} is the original's folder or lies in it; choose a folder of its own")
+        raise OutputError(f"{folder} is the original's folder or inside it; choose another folder")
     distinct_settings: dict[str, SweptSetting] = {}
     for setting in settings:
         if isinstance(setting, SweptSetting):

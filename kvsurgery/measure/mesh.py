@@ -112,7 +112,8 @@ class Mesh:
         """
         if prompts % self.groups:
             raise ProfileError(
-                f"{prompts} prompts cannot be dealt evenly to {self.groups} processes; give a multiple of {self.groups}"
+                f"{prompts} prompts cannot be divided evenly among {self.groups} processes; give a multiple of "
+                f"{self.groups}"
             )
         return range(self.group, prompts, self.groups)
 

@@ -54,7 +54,7 @@ class TrainingPlan:
             data = facts["data"]
             return cls(facts["steps"], data["shortest"], data["longest"], data.get("passkeys", PASSKEYS))
         except KeyError as missing:
-            raise ProfileError(f"the training to resume does not say its {missing}; give another file") from None
+            raise ProfileError(f"the training checkpoint does not record {missing}; give another file") from None
 
 
 def paced(

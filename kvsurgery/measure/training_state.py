@@ -114,7 +114,9 @@ class TrainingState:
             ProfileError: no such file, or a malformed one.
         """
         if not path.is_file():
-            raise ProfileError(f"no training checkpoint {path} to resume; leave out `resume` to begin one")
+            raise ProfileError(
+                f"there is no training checkpoint {path} to resume; leave out `resume` to start a training"
+            )
         return cls._read(path)
 
     @classmethod
@@ -130,7 +132,7 @@ class TrainingState:
         state, _ = cls._read(path)
         if state.step:
             raise OutputError(
-                f"{path} holds {state.step} steps of a training; go on with `resume`, or give another file"
+                f"{path} contains a training after {state.step} steps; continue it with `resume`, or give another file"
             )
 
     @classmethod

@@ -35,7 +35,9 @@ def allocate_budgets(scores: np.ndarray, budget: int, beta: float | None) -> np.
         raise PolicyError(f"`beta` must be > 1, got {beta}")
     scores = scores.astype(np.float64)
     if scores.size and not scores.sum() > 0:
-        raise PolicyError("all heads to budget have a score of 0, which no budget can follow; use another profile")
+        raise PolicyError(
+            "budgets follow scores, and all heads that need a budget have the score 0; use another profile"
+        )
     pool = budget if beta is None else budget / beta
     exact_budgets = (budget - pool) + scores / max(scores.sum(), np.finfo(float).tiny) * pool * scores.size
     floors = np.floor(exact_budgets).astype(np.int64)

@@ -80,7 +80,7 @@ def fit(
             0.
     """
     if recipe.fit is None:
-        raise PolicyError("`fit` is missing: the memory and the context that have to fit")
+        raise PolicyError("`fit` is missing: give the memory and the context")
     base_recipe = replace(recipe, rest=recipe.rest or usual_rest(profile, budgets), fit=None, kv_bits=8)
     budget = LEAST_BUDGET if base_recipe.rest == "budgeted" else None
     # raises what is wrong with the recipe before anything is priced

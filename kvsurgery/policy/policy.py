@@ -352,4 +352,4 @@ def _check_selection(selection: Selection) -> None:
             f"into the block of recent tokens; got {selection.hold}"
         )
     if selection.select == ACCUMULATED and selection.hold is None:
-        raise PolicyError("`select` accumulated adds up several selections, which takes `hold`; add that")
+        raise PolicyError("`select` accumulated requires `hold`, since it adds up several selections")

@@ -144,8 +144,7 @@ def _settings(folder: Path) -> Mapping[str, Any]:
         return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise KVSurgeryError(
-            f"{folder / SETTINGS} cannot be read, so that nobody can tell which samples were evaluated: {error}; give "
-            "the whole folder"
+            f"{folder / SETTINGS} cannot be read, so the evaluated samples are unknown: {error}; give the whole folder"
         ) from error
 
 

@@ -118,7 +118,7 @@ def conclusion(results: Results) -> str:
     if results.kv_bytes and results.dense_bytes:
         cache = f", with {results.kv_bytes / results.dense_bytes:.0%} of the original's KV cache"
         if results.kv_bytes >= results.dense_bytes:
-            cache += f" at {results.tokens:,} tokens, so that longer `lengths` would show more"
+            cache += f" at {results.tokens:,} tokens, so evaluate longer `lengths` too"
     losses = {name: task for name, task in compared.items() if _is_loss(task)}
     if losses:
         worst = max(losses, key=lambda name: _loss(losses[name]))
@@ -127,15 +127,17 @@ def conclusion(results: Results) -> str:
     judged = [task for task in compared.values() if verdict(task) in FINDINGS]
     if not judged:
         return (
-            f"Cannot tell: no score has {FEWEST_SAMPLES} samples or more on which the original does anything right; "
+            f"Cannot tell: no score has {FEWEST_SAMPLES} samples or more and an original that answers any of them; "
             "evaluate more `samples`."
         )
     text = f"{_worse(0, len(judged))}{cache}"
     if len(judged) < len(compared):
-        text += f" ({len(compared) - len(judged)} more say nothing)"
+        text += f" ({len(compared) - len(judged)} inconclusive)"
     reserve = max((-100 * task.difference.low for task in judged if task.difference and _is_open(task)), default=0)
     if reserve > MOST_OPEN:
-        return f"No clear loss: {text}; but up to {reserve:.1f} points may be lost, and more `samples` would tell."
+        return (
+            f"No clear loss: {text}; but a loss of up to {reserve:.1f} points is possible, so evaluate more `samples`."
+        )
     return f"Still good: {text}."
 
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 BARS = "Vertical bars are 95% bootstrap intervals of the difference to the original."
 RING: dict[str, Any] = {"marker": "o", "mfc": "none", "mec": LIGHT["ink"], "mew": 0.8, "ms": 9}
 MOST_NUMBERS = 30  # points that have room for their numbers
+NUMBER_SIDES: tuple[dict[str, Any], ...] = (
+    {"xytext": (3, -4), "ha": "left", "va": "top"},
+    {"xytext": (-3, 4), "ha": "right", "va": "bottom"},
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ def _draw(quality: Quality, axes: Axes) -> None:
         axes.axhline(original_score, color=color, lw=1.2, ls="--", label=f"original, {size(quality.dense_bytes)}")
         axes.plot(quality.dense_bytes, original_score, "o", color=color, ms=4.5)
     shows_numbers = quality.numbers and sum(len(line.places) for line in quality.lines) <= MOST_NUMBERS
-    for line in quality.lines:
+    for index, line in enumerate(quality.lines):
+        # numbers of neighboring lines stand on different sides, so that they do not overlap
+        number_style = NUMBER_SIDES[index % 2]
         x_values, y_values = [place.kv_bytes for place in line.places], [factor * place.score for place in line.places]
         zorder = 2 if line.joined else 3  # a checkpoint may be a setting of the sweep, too
         axes.plot(
@@ -126,8 +132,9 @@ def _draw(quality: Quality, axes: Axes) -> None:
             if place.front:
                 axes.plot(*point, **RING)
             if shows_numbers:
-                number = axes.annotate(place.number, point, (3, -4), textcoords="offset points")
-                number.set(ha="left", va="top", fontsize=FONT - 1.5, color=color)
+                axes.annotate(
+                    place.number, point, textcoords="offset points", fontsize=FONT - 1.5, color=color, **number_style
+                )
     places = [place for line in quality.lines for place in line.places]
     if any(place.front for place in places):
         axes.plot([], [], ls="", label="best at its size", **RING)

@@ -82,7 +82,7 @@ def reading_text(path: str | Path, label: str = "") -> Generator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
+        raise TextError(f"{path} is not UTF-8 text: {error.reason}") from error
     except OSError as error:
         raise TextError(f"cannot read {label and label + ' '}{path}: {error.strerror}") from error
 

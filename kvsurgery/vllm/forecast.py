@@ -117,7 +117,7 @@ def servable_layout(config: Any) -> KVLayout:
     for architecture in architectures if isinstance(architectures, list | tuple) else [architectures]:
         if architecture not in ARCHITECTURES:
             raise ValueError(
-                f"vLLM serves {architecture} with a KV cache of the original's size, as the plugin has not been tried "
+                f"vLLM serves {architecture} with a KV cache of the original's size, as the plugin has not been tested "
                 "with it; use transformers with trust_remote_code=True"
             )
     if any(layer.budgets for layer in layout.layers):

@@ -62,9 +62,9 @@ def _check_settings(vllm_config: Any) -> None:
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         raise ValueError("kvsurgery: context parallelism does not know streaming heads; use tensor parallelism")
     if parallel.pipeline_parallel_size > 1:
-        raise ValueError("kvsurgery: pipeline parallelism has not been tried; use tensor parallelism")
+        raise ValueError("kvsurgery: pipeline parallelism has not been tested; use tensor parallelism")
     if cache.kv_sharing_fast_prefill:
-        raise ValueError("kvsurgery: --kv-sharing-fast-prefill has not been tried; leave it out")
+        raise ValueError("kvsurgery: --kv-sharing-fast-prefill has not been tested; leave it out")
     if current_platform.is_cpu() and cache.cache_dtype not in WHOLE_CACHE:
         raise ValueError(
             f"kvsurgery: streaming heads have no {cache.cache_dtype} KV cache on a CPU; leave out --kv-cache-dtype"

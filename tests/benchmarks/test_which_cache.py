@@ -155,7 +155,7 @@ def test_each_other_cache_is_beaten_by_one_of_ours_as_the_docs_say() -> None:
             and own.scores.recall.mean >= other.scores.recall.mean
             for own in ours
         ), other.name
-    assert f"for each of the {len(others)} caches of kvpress and transformers" in page()
+    assert f"each of the {len(others)} caches of kvpress and transformers" in page()
 
 
 def test_what_the_docs_say_of_facts_and_divergence() -> None:

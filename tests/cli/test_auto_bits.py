@@ -35,7 +35,7 @@ def measured(here: Path) -> Path:
         ((*MEASURED, "--kv-budget", "nan"), "of 2 to 16 bits a value, got nan"),
         ((*MEASURED, "--kv-budget", "5", "--kv-streaming"), "--kv-streaming cannot be combined with --kv-bits auto"),
         ((*MEASURED, "--kv-budget", "5", "--kv-rotate", "both"), "--kv-rotate cannot be combined with"),
-        (("--kv-bits", "4", "--kv-budget", "5"), "--kv-budget goes with --kv-bits auto"),
+        (("--kv-bits", "4", "--kv-budget", "5"), "--kv-budget requires --kv-bits auto"),
     ],
 )
 def test_what_is_missing_is_one_line(measured: Path, options: tuple, words: str) -> None:

@@ -147,7 +147,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
     "no family": (config(model_type=...), "model_type None is not supported"),
     "not a causal model": (config(architectures=["LlamaForSequenceClassification"]), "must be one of .*CausalLM"),
     "quantized": (config(quantization_config={"quant_method": "gptq"}), "quantized; give the original"),
-    "quantized in blocks": (quantized_blocks, "q_proj.weight' is F8_E4M3; surgery takes"),
+    "quantized in blocks": (quantized_blocks, "q_proj.weight' is F8_E4M3; conversion supports"),
     "pickles only": (
         only("config.json", "pytorch_model.bin"),
         r"pytorch_model.bin.*: python -c '.*from_pretrained\(\"llama\".*save_pretrained",
@@ -190,7 +190,7 @@ def test_source(here: Path, damage: Callable[[], None], words: str, dry_run: boo
 
 def test_side_file_that_cannot_be_copied(here: Path) -> None:
     Path("llama/vocab.txt").symlink_to("gone")
-    nothing_happens(here, "llama/vocab.txt is a link to nothing; fetch it again", *CONVERT)
+    nothing_happens(here, "llama/vocab.txt is a broken link; fetch the file again", *CONVERT)
 
 
 def test_a_card_whose_metadata_is_no_yaml(here: Path) -> None:
@@ -285,13 +285,13 @@ def test_an_empty_name_is_no_file(here: Path, arguments: tuple[str, ...]) -> Non
         (("--select", "value-norm"), "--select is for budgeted heads"),
         (("--save-recipe", PROFILE), "exists and is not a recipe; give another file"),
         (("--save-recipe", "nowhere/recipe.toml"), "there is no folder nowhere; make it first"),
-        ((*BUDGETED, 9, "--select", "accumulated"), "--select accumulated adds up several selections, .* --hold"),
+        ((*BUDGETED, 9, "--select", "accumulated"), "--select accumulated requires --hold"),
         (
             (*BUDGETED, 9, "--select", "value-norm"),
             "--select value-norm keeps the first 4 tokens .* is 3; raise --budget",
         ),
         ((*BUDGETED, 9, "--hold", 7), r"--hold must lie in \[8, .*: the observation window, --window, must fit into"),
-        ((*BUDGETED, 9, "--hold", "--kv-bits", 4), "--kv-bits: heads whose budgets hold are quantized with the"),
+        ((*BUDGETED, 9, "--hold", "--kv-bits", 4), "--kv-bits: heads with rolling budgets are quantized with the"),
         (
             ("--kv-bits", 4, "--kv-group-size", 3),
             "--kv-group-size: the group size 3 of a quantized cache does not divide",

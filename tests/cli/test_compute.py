@@ -185,7 +185,7 @@ def test_an_interrupted_training_says_how_to_go_on(folder, monkeypatch):
         nothing, state = run(*start), run(*start, "--checkpoint", "state")
     assert nothing.code == state.code == 130
     assert "interrupted; nothing is kept" in nothing.err
-    assert "interrupted; --resume goes on from state" in state.err
+    assert "interrupted; --resume continues from state" in state.err
     with monkeypatch.context() as patch:  # before there is a state
         patch.setattr("kvsurgery.measure.training.train_gates", interrupted)
         early = run(*start, "--checkpoint", "no-state")
@@ -230,7 +230,7 @@ def test_a_measurement_goes_on_with_the_same_command(
     calls.clear()
     interrupted = run(*start, "-o", "p.safetensors")
     assert interrupted.code == 130
-    assert "the same command goes on from p.safetensors.samples.jsonl" in interrupted.err
+    assert "the same command continues from p.safetensors.samples.jsonl" in interrupted.err
     assert not Path("p.safetensors").exists()
     content, stop = Path("p.safetensors.samples.jsonl").read_text(), None
     calls.clear()
@@ -390,7 +390,7 @@ def test_an_interrupted_measurement_goes_on_with_what_was_chosen(folder, tenths,
         patch.setattr("kvsurgery.measure.attention.attention_profile", interrupted)
         stopped = run(*start, "-o", "p.safetensors")
     assert stopped.code == 130
-    assert "the same command goes on from p.safetensors.samples.jsonl" in stopped.err
+    assert "the same command continues from p.safetensors.samples.jsonl" in stopped.err
     monkeypatch.setattr(pace, "scaled_seconds", lambda *arguments: pytest.fail("the time was chosen before"))
     said = done(*start, "-o", "p.safetensors")
     assert "timing" not in said.err
@@ -484,12 +484,12 @@ def test_a_converted_checkpoint_gives_the_originals_heads(folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--method", "duo", "--needles", "x"], "--needles does not go with --method duo"),
-        (["--method", "reform", "--passkeys", "3"], "--passkeys does not go with --method reform"),
-        (["--method", "rlkv-lite", "--passkeys", "3"], "--passkeys does not go with --method rlkv-lite"),
-        (["--method", "rlkv-lite", "--text", "x.txt"], "--text does not go with --method rlkv-lite"),
+        (["--method", "duo", "--needles", "x"], "--needles does not apply to --method duo"),
+        (["--method", "reform", "--passkeys", "3"], "--passkeys does not apply to --method reform"),
+        (["--method", "rlkv-lite", "--passkeys", "3"], "--passkeys does not apply to --method rlkv-lite"),
+        (["--method", "rlkv-lite", "--text", "x.txt"], "--text does not apply to --method rlkv-lite"),
         (["--method", "rlkv-lite", "--answers", "no/x"], "there is no folder no"),
-        (["--method", "duo", "--resume"], "--resume goes on from --checkpoint"),
+        (["--method", "duo", "--resume"], "--resume requires --checkpoint"),
         (["--method", "headkv-r", "--lengths", "1K,x"], "'x' is not a number of tokens"),
         (["--method", "duo", "--max-context", "4K"], "exceeds the 2048 positions"),
         (
@@ -564,7 +564,7 @@ class TestMeasuredCaches:
         options = ["--method", "headkv-r", "--needles", "none", "--revision", "main", "-o", "r"]
         refused = run("profile", "compute", folder, *options)
         assert refused.code == 2
-        assert "--revision goes with a Hub id" in refused.err
+        assert "--revision requires a Hub id" in refused.err
 
     def test_a_text_is_needed(self, folder):
         refused = run("profile", "compute", folder, "--method", "kv-bits", "-o", "losses")

@@ -256,7 +256,7 @@ class TestAgain:
         assert child(*options, shards=2).returncode == -9
         finished = states(Path("out"))
         assert "config.json" not in finished
-        assert "its conversion was interrupted; give the same command" in refused("inspect", "out")
+        assert "its conversion was interrupted; run the same command" in refused("inspect", "out")
         assert "interrupted" in refused("verify", "out")
         assert "interrupted" in refused("revert", "out", "--out", "back")
         assert "unfinished run with another policy" in refused(*options, "--sparsity", 0.2)
@@ -291,7 +291,7 @@ def test_an_interrupt_where_nothing_is_half_done(here: Path, monkeypatch: pytest
     )
     interrupted = run("verify", "out")
     assert interrupted.code == 130
-    assert interrupted.err.endswith("kvsurgery: interrupted; give the same command again\n")
+    assert interrupted.err.endswith("kvsurgery: interrupted; run the same command again\n")
 
 
 def test_converting_loads_neither_torch_nor_transformers(here: Path) -> None:

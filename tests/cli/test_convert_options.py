@@ -196,7 +196,7 @@ class TestOptions:
     def test_details_of_bits_without_bits(self, here: Path) -> None:
         result = run("convert", "llama", "--profile", PROFILE, "--out", "out", "--kv-group-size", 2, "--kv-residual", 1)
         assert result.code == 2
-        assert "--kv-group-size and --kv-residual goes with --kv-bits" in result.err
+        assert "--kv-group-size and --kv-residual requires --kv-bits" in result.err
 
     def test_kinds_that_contradict_each_other(self, here: Path) -> None:
         result = run("convert", "llama", "--profile", PROFILE, "--out", "out", "--method", "duo", "--rest", "budgeted")
@@ -241,7 +241,7 @@ class TestWithoutAProfile:
         assert not Path("out").exists()
 
     def test_something_is_asked_for(self, here: Path) -> None:
-        missing = "--profile is missing: the scores that heads are chosen by"
+        missing = "--profile is missing: the file of scores that decide which heads stay full"
         for command, more in (
             (
                 ("convert", "llama", "--out", "out"),
@@ -260,7 +260,7 @@ class TestWithoutAProfile:
         assert not Path("out").exists()
 
     def test_the_checkpoint_is_named(self, here: Path) -> None:
-        assert "no checkpoint is named" in refused("convert", "--kv-bits", 4, "--out", "out")
+        assert "no checkpoint is given" in refused("convert", "--kv-bits", 4, "--out", "out")
 
 
 @pytest.mark.parametrize(

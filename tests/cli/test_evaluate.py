@@ -129,7 +129,7 @@ def test_a_quick_check_ends_with_a_verdict():
     assert sum(prompts_by_task(Path("quick")).values()) == 16
     assert json.loads(Path("quick/results.json").read_text())["settings"]["batch"] == 8
     assert re.match("(Still good|No clear loss|Not as good): ", said.out.splitlines()[-1])
-    assert "--quick compares with the original" in run("eval", "recall-cli", "--quick", "--out", "refused").err
+    assert "--quick requires --source" in run("eval", "recall-cli", "--quick", "--out", "refused").err
 
 
 def test_a_quick_check_asks_beyond_what_heads_keep(place, monkeypatch):

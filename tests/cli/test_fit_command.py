@@ -197,7 +197,7 @@ class TestWhatItSays:
         _, memory, _ = memories(*typed(deep))
         text = done(*typed(deep, memory=memory)).out
         assert " for 2 x 1,000 tokens: weights " in text
-        assert " with the prompt at once\n" in text
+        assert " with one-shot prefill\n" in text
         assert " with prefill_chunk_size=64\n" in done(*typed(deep), "--chunk", 64).out
         rows = [line.split() for line in text.splitlines() if line.endswith("% ")]
         [chosen] = [row for row in rows if row[0] == "chosen"]
@@ -312,7 +312,7 @@ class TestRefusals:
             (("--chunk", 0), "--chunk must be at least 1 token"),
             (("--kv-group-size", 3), "--kv-group-size: the group size 3"),
             (("--rest", "budgeted", "--beta", 1), "--beta must be > 1"),
-            (("--tp", 2), r"--tp has to divide the 3 KV heads of a layer \(1, 3\), got 2"),
+            (("--tp", 2), r"--tp must divide the 3 KV heads of a layer \(1, 3\), got 2"),
         ],
         ids=str,
     )
@@ -336,9 +336,9 @@ class TestRefusals:
                 (("fit", "--profile", PROFILE, "--memory", "1GB", "--context", size), "is not a number of tokens")
                 for size in ("128KB", "-5", "1.5", "many", "9" * 5000)
             ),
-            (("--fit", "1GB"), "--context is missing"),
-            (("--context", 9), "--context goes with --fit"),
-            (("--batch", 1), "--batch goes with --fit"),
+            (("--fit", "1GB"), "--fit requires --context"),
+            (("--context", 9), "--context requires --fit"),
+            (("--batch", 1), "--batch requires --fit"),
             *(
                 (
                     ("--fit", "1GB", "--context", 9, flag, value),

@@ -91,7 +91,7 @@ def test_ctrl_c_while_modules_load_is_one_line() -> None:
         "runpy.run_module('kvsurgery', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "kvsurgery: interrupted; give the same command again\n")
+    assert (done.returncode, done.stderr) == (130, "kvsurgery: interrupted; run the same command again\n")
 
 
 @pytest.mark.parametrize("path", EVERY)

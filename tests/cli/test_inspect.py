@@ -241,4 +241,4 @@ def test_a_mistyped_folder(tmp_path, command, name):
 def test_a_folder_has_no_revision(checkpoint):
     result = CliRunner().invoke(cli, ["inspect", str(checkpoint("llama")), "--revision", "main"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "--revision goes with a Hub id" in result.stderr
+    assert "--revision requires a Hub id" in result.stderr

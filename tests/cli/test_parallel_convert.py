@@ -145,14 +145,14 @@ def test_families_that_save_nothing(family: str, checkpoint, tmp_path: Path, mon
 
 
 def test_blocks_that_do_not_divide_the_heads(here: Path) -> None:
-    nothing_happens(here, r"--tp has to divide the 3 KV heads of a layer \(1, 3\), got 2", *CONVERT, "--tp", "2")
+    nothing_happens(here, r"--tp must divide the 3 KV heads of a layer \(1, 3\), got 2", *CONVERT, "--tp", "2")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--tp", "0"), "'--tp': 0 is not in the range"),
-        (("--tp-uneven",), "--tp-uneven goes with --tp"),
+        (("--tp-uneven",), "--tp-uneven requires --tp"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

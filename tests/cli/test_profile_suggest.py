@@ -62,7 +62,7 @@ def test_one_line_of_trouble(tmp_path, monkeypatch):
     assert "./nowhere is neither a folder nor a Hub id" in refused("profile", "suggest", "./nowhere")
     (tmp_path / "empty").mkdir()
     assert "cannot read empty/config.json" in refused("profile", "suggest", "empty")
-    assert "--revision goes with a Hub id" in run("profile", "suggest", "empty", "--revision", "main").err
+    assert "--revision requires a Hub id" in run("profile", "suggest", "empty", "--revision", "main").err
 
 
 def test_a_hub_id_by_its_headers_and_card(tmp_path):

@@ -68,7 +68,7 @@ def test_errors_speak_of_fields(here):
         kvsurgery.Recipe(full_heads="9")
     with pytest.raises(ProfileError, match="no head profile is given; without one, `kv_bits` quantizes"):
         kvsurgery.convert("llama", "out")
-    with pytest.raises(CheckpointError, match="no checkpoint is named"):
+    with pytest.raises(CheckpointError, match="no checkpoint is given"):
         kvsurgery.convert(None, "out", recipe=kvsurgery.Recipe(kv_bits=4))
     assert not Path("out").exists()
 

@@ -82,7 +82,7 @@ def test_what_opens_a_turn_is_read_from_the_template(here, kind):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--profile", "duo.safetensors", "--reform-chunk", "9"], "--reform-chunk goes with a reform profile"),
+        (["--profile", "duo.safetensors", "--reform-chunk", "9"], "--reform-chunk requires a reform profile"),
         (["--profile", "duo.safetensors", "--method", "reform"], "--method reform takes a reform profile alone"),
         (["--profile", "duo.safetensors", "--profile", "duo.safetensors"], "two head profiles of the same kind"),
         (["--profile", "reform.safetensors", "--fit", "1GB", "--context", "1K"], "--fit makes no room"),

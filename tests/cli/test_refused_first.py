@@ -65,7 +65,7 @@ OUTPUTS = [
     ((*DUO, "--curve", "curve.txt"), r"cannot write curve.txt: \.txt is not a picture format; end it in \.png"),
     ((*DUO, "--checkpoint", "nowhere/state"), "cannot write nowhere/state: there is no folder nowhere"),
     ((*DUO, "--checkpoint", PROFILE), f"{PROFILE} is not a training checkpoint"),
-    ((*DUO, "--checkpoint", "state", "--resume"), "no training checkpoint state to resume"),
+    ((*DUO, "--checkpoint", "state", "--resume"), "there is no training checkpoint state to resume"),
     ((*FIT, "nowhere/fit.png"), "cannot write nowhere/fit.png"),
     ((*FIT, "fit.txt"), "is not a picture format"),
     ((*FIT[:-1], "--save-recipe", PROFILE), f"{PROFILE} exists and is not a recipe; give another file"),
@@ -78,7 +78,7 @@ OUTPUTS = [
 ]
 INPUTS = [
     ((*DUO, "--text", "./nowhere.txt"), "cannot read text ./nowhere.txt: there is no such file"),
-    ((*DUO, "--text", "latin.txt"), "latin.txt is no UTF-8 text"),
+    ((*DUO, "--text", "latin.txt"), "latin.txt is not UTF-8 text"),
     ((*DUO, "--min-context", "512"), "10 passkeys of 32 tokens, hidden and recalled, take more than 640 tokens"),
     ((*EVAL, "--lengths", "256"), "10 passkeys of 32 tokens take more than 320 tokens, and a prompt has 256"),
     ((*EVAL, "--tasks", "perplexity", "--lengths", "256"), "the last 256 tokens of a piece, and 256 tokens leave none"),
@@ -97,7 +97,7 @@ INPUTS = [
     ),
     ((*EVAL, "--tasks", "longbench", "--longbench", "taken", "--longbench-prompts", "p.json"), "cannot read p.json"),
     ((*EVAL, "--tasks", "longbench", "--longbench-datasets", "nothing"), "LongBench has no nothing"),
-    ((*EVAL, "--tasks", "longbench_v2", "--longbench-v2-prompt", "latin.txt"), "latin.txt is no UTF-8 text"),
+    ((*EVAL, "--tasks", "longbench_v2", "--longbench-v2-prompt", "latin.txt"), "latin.txt is not UTF-8 text"),
     ((*EVAL, "--tasks", "infinitebench", "--infinitebench-tasks", "nothing"), "InfiniteBench has no nothing"),
     ((*EVAL, "--tasks", "mm_niah"), "--mm-niah must name a folder"),
     ((*EVAL, "--tasks", "mm_niah", "--mm-niah", "taken"), "taken has no folder annotations"),
@@ -149,7 +149,9 @@ def test_files_of_something_else_are_not_replaced(here: Path, arguments: tuple[s
 def test_a_training_is_not_replaced(here: Path) -> None:
     one_step = replace(TrainingState.new(torch.zeros(2, 3)), latest=torch.zeros(1, 2, 3), history=np.zeros((1, 4)))
     one_step.save(here / "state", {})
-    nothing_happens(here, "state holds 1 steps of a training; go on with --resume", *DUO, "--checkpoint", "state")
+    nothing_happens(
+        here, "state contains a training after 1 steps; continue it with --resume", *DUO, "--checkpoint", "state"
+    )
 
 
 def test_devices(checkpoint: Callable[[str], Path], here: Path) -> None:

@@ -139,7 +139,7 @@ class TestChoice:
         assert "measuring in float32" in compared.err
         explicit = done("verify", bfloat16, "--logits", "--json", "--dtype", "bfloat16")
         assert json.loads(explicit.out)["logits"]["dtype"] == "bfloat16"
-        assert "--dtype goes with --logits" in run("verify", bfloat16, "--dtype", "bfloat16").err
+        assert "--dtype requires --logits" in run("verify", bfloat16, "--dtype", "bfloat16").err
 
     def test_evaluation_and_profile(self, cpu, bfloat16, tmp_path, monkeypatch):
         cpu("flags", WITHOUT["flags"])

@@ -323,7 +323,7 @@ def test_where_there_is_nothing_to_stream(
 ) -> None:
     folder = shell("convert", stock, *command(stock, tmp_path / "out", "--stream")[2:])
     assert folder.code == 2
-    assert "--stream goes with a Hub id" in folder.err
+    assert "--stream requires a Hub id" in folder.err
     assert convert("--dry-run").code == 0
     assert served(hub) == sum(len(read_shard(path).header) for path in stock.glob("*.safetensors"))
     offline = hub.run(tmp_path, *command(stock, tmp_path / "out", "--stream"), HF_HUB_OFFLINE="1")

@@ -132,9 +132,9 @@ def test_errors_are_one_line_and_nothing_is_written(arguments, words):
         (("--recent", "8,many"), "'many' is not a number of tokens"),
         (("--kv-bits", "5"), "'5' is not one of"),
         (("--recent", "8", "--method", "reform"), "--method reform keeps every head full"),
-        (("--kv-bits", "16", "--kv-residual", "0"), "--kv-residual goes with --kv-bits"),
+        (("--kv-bits", "16", "--kv-residual", "0"), "--kv-residual requires --kv-bits"),
         (("--recent", "8", "--passkeys", "3"), "--passkeys is an option of passkey"),
-        (("--recent", "8", "--revision", "main"), "--revision goes with a Hub id"),
+        (("--recent", "8", "--revision", "main"), "--revision requires a Hub id"),
     ],
 )
 def test_misuse_says_what_to_change(arguments, words):

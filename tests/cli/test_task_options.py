@@ -64,7 +64,9 @@ def test_help_offers_a_new_tasks_settings(command: click.Command) -> None:
     assert "Any of babilong, cloze, counting, " in text
     assert "counting: --counting-most INTEGER RANGE The number to count to. [default: 7]" in text
     assert "cloze, counting, needle, passkey, perplexity, ruler: --lengths LIST Prompt lengths in tokens." in text
-    assert "[default: (cloze, needle, passkey, perplexity: five up to 32000; counting: one; ruler: 4096)]" in text
+    assert (
+        "[default: (cloze, needle, passkey, perplexity: five lengths up to 32000; counting: one; ruler: 4096)]" in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,11 @@ class TestOut:
             ("taken", "taken is not empty; choose another folder"),
             (PROFILE, f"{PROFILE} is not a folder"),
             (f"{PROFILE}/out", "cannot write"),
-            ("llama", "llama is the source or lies in it"),
+            ("llama", "llama is the source or inside it"),
             ("../here/llama", "is the source"),
             ("link", "link is the source"),
-            ("llama/deep/out", "llama/deep/out is the source or lies in it"),
-            ("link/out", "lies in it"),
+            ("llama/deep/out", "llama/deep/out is the source or inside it"),
+            ("link/out", "inside it"),
             (".", "not empty"),
             ("dangling", "dangling is not a folder"),
             ("/proc/out", "/proc/out"),
@@ -100,7 +100,7 @@ class TestOut:
 
     def test_a_dry_run_says_so_too(self, here: Path) -> None:
         arguments = ("convert", "llama", "--profile", PROFILE, "--out", "llama/deep/out", "--dry-run")
-        nothing_happens(here, "llama/deep/out is the source or lies in it", *arguments)
+        nothing_happens(here, "llama/deep/out is the source or inside it", *arguments)
 
     def test_read_only(self, here: Path) -> None:
         Path("locked").mkdir(mode=0o555)
@@ -119,7 +119,7 @@ class TestOut:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
             line = refused(*CONVERT)
-        assert line.endswith("cannot write out: No space left on device; run the same command again to go on from here")
+        assert line.endswith("cannot write out: No space left on device; rerun the same command to resume")
         assert not Path("out/config.json").exists()
         done(*CONVERT)
         done("verify", "out")

@@ -32,7 +32,7 @@ def interrupt(source: Path, out: Path, name: str, monkeypatch: pytest.MonkeyPatc
     """Convert until the disk is full, when the file `name` gets written."""
     with monkeypatch.context() as patch:
         fail_at(patch, name)
-        with pytest.raises(OutputError, match="No space left on device; run the same command again"):
+        with pytest.raises(OutputError, match="No space left on device; rerun the same command to resume"):
             convert_llama(source, out)
 
 
@@ -48,7 +48,7 @@ def interrupted_at(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[]
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(OutputError, match="run the same command again"):
+        with pytest.raises(OutputError, match="rerun the same command to resume"):
             run()
 
 

@@ -47,7 +47,7 @@ def test_out_that_is_the_source_or_inside_it(source: Path, tmp_path: Path) -> No
     before = tree(source)
     (tmp_path / "link").symlink_to(source)
     for place in (source, source / "out", tmp_path / "link", tmp_path / "link" / "deep" / "out"):
-        with pytest.raises(OutputError, match="is the source or lies in it"):
+        with pytest.raises(OutputError, match="is the source or inside it"):
             convert_llama(source, place)
     assert tree(source) == before
 

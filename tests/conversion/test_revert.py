@@ -129,7 +129,7 @@ def test_what_save_pretrained_wrote_again_is_refused(mixed, tmp_path: Path) -> N
 @pytest.mark.parametrize("place", ["", "out", "../converted/deep/out"])
 def test_out_inside_the_converted_folder(converted: Path, place: str) -> None:
     before = tree(converted)
-    with pytest.raises(OutputError, match="lies in it"):
+    with pytest.raises(OutputError, match="inside it"):
         revert(converted, converted / place)
     assert tree(converted) == before
 
@@ -155,7 +155,7 @@ def interrupted_at(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[]
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(OutputError, match="run the same command again"):
+        with pytest.raises(OutputError, match="rerun the same command to resume"):
             run()
 
 

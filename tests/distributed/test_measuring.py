@@ -74,7 +74,9 @@ class TestMesh:
         dealt = [list(Mesh(Processes(rank, 3)).share(6)) for rank in range(3)]
         assert dealt == [[0, 3], [1, 4], [2, 5]]
         assert list(Mesh().share(5)) == [0, 1, 2, 3, 4]
-        with pytest.raises(ProfileError, match="4 prompts cannot be dealt evenly to 3 processes; give a multiple of 3"):
+        with pytest.raises(
+            ProfileError, match="4 prompts cannot be divided evenly among 3 processes; give a multiple of 3"
+        ):
             Mesh(Processes(0, 3)).share(4)
 
     def test_what_a_process_has(self):

@@ -71,7 +71,7 @@ def test_processors_where_there_are_gpus(monkeypatch):
 def answer(processes: Processes, folder: Path, language: Path, out: Path) -> None:
     """An evaluation in a folder of its own, and one of as many models as processes is refused."""
     models = {"original": MODEL, "converted": folder}
-    with pytest.raises(KVSurgeryError, match="3 processes are to share the models, 2 were started; start 3"):
+    with pytest.raises(KVSurgeryError, match="the models need 3 processes, but 2 were started; start 3"):
         evaluate(models, tasks(language), out, Options(batch=4, tp=3))
     evaluate(models, tasks(language), out, Options(batch=4, tp=2), device="cpu")
 

@@ -101,7 +101,7 @@ def test_files_that_are_none(tmp_path, monkeypatch):
         with pytest.raises(TextError, match=r"rows.jsonl holds no rows"):
             read(write(tmp_path, content))
     (tmp_path / "rows.jsonl").write_bytes(b"\x89PNG\r\n\0\0")
-    with pytest.raises(TextError, match="is no UTF-8 text"):
+    with pytest.raises(TextError, match="is not UTF-8 text"):
         read(tmp_path / "rows.jsonl")
     monkeypatch.setattr(rows, "LONGEST_LINE", 100)
     with pytest.raises(TextError, match=r"line 2: over .* characters; this is not a row"):

@@ -350,7 +350,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(decoding, "answers", interrupted)
-    with pytest.raises(Interrupted, match="the same command goes on from here"):
+    with pytest.raises(Interrupted, match="rerun the same command to resume"):
         evaluate({"original": MODEL}, {"plain": Plain()}, tmp_path, device="cpu")
 
 

@@ -207,7 +207,7 @@ def test_a_folder_that_conversions_do_not_fit_into_is_refused_before_anything_is
 ):
     source = shutil.copytree(MODEL, tmp_path / "model")
     before = tree(source)
-    with pytest.raises(OutputError, match="is the original's folder or lies in it"):
+    with pytest.raises(OutputError, match="is the original's folder or inside it"):
         run(source / "sweep", language, source=source)
     assert tree(source) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))

@@ -1,4 +1,4 @@
-"""Budgets that hold, by definition: a stock model that keeps every token, and masks what selections have dropped.
+"""Rolling budgets, by definition: a stock model that keeps every token, and masks what selections have dropped.
 
 One row, one token at a time, one head at a time.
 """

@@ -384,7 +384,7 @@ def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
 
 
 class Renew(NamedTuple):
-    """Heads whose budgets hold, after a full one, as they select before a column; the cache has room for more."""
+    """Heads with rolling budgets, after a full one, as they select before a column; the cache has room for more."""
 
     budgets: tuple[int, ...]
     column: int

@@ -214,7 +214,7 @@ class TestResume:
         path = tmp_path / "state.safetensors"
         with pytest.raises(KeyboardInterrupt):
             train(measured, 2, checkpoint=path)
-        with pytest.raises(OutputError, match="holds 2 steps of a training; go on with `resume`"):
+        with pytest.raises(OutputError, match="contains a training after 2 steps; continue it with `resume`"):
             train(measured, checkpoint=path)
         other = tmp_path / "notes.txt"
         other.write_text("mine")
@@ -227,7 +227,7 @@ class TestResume:
             train(measured, steps_before_a_stop=0, checkpoint=tmp_path / "no" / "state.safetensors")
 
     def test_nothing_to_resume(self, measured, tmp_path):
-        with pytest.raises(ProfileError, match=r"no training checkpoint .*state\.safetensors to resume"):
+        with pytest.raises(ProfileError, match=r"there is no training checkpoint .*state\.safetensors to resume"):
             train(measured, checkpoint=tmp_path / "state.safetensors", resume=True)
 
     @pytest.mark.parametrize("damage", ["cut", "shape", "latest", "number", "dtype", "version", "facts", "no object"])

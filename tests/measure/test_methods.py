@@ -40,7 +40,7 @@ def test_settings_of_a_training_reach_it() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Duo(resume=True), "`resume` goes on from `checkpoint`"),
+        (lambda: Duo(resume=True), "`resume` requires `checkpoint`"),
         (lambda: Duo(minutes=1, steps=100), "`minutes` chooses `steps`"),
         (lambda: Duo(minutes=0), "`minutes` must be > 0, got 0"),
         (lambda: RLKVLite(text="book.txt"), "which trains on the model's own answers"),

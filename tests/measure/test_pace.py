@@ -88,7 +88,7 @@ def test_what_is_given_is_kept():
 def test_a_training_to_go_on_with():
     facts = {"steps": 300, "data": {"shortest": 384, "longest": 768, "passkeys": 3}}
     assert TrainingPlan.of(facts) == TrainingPlan(300, 384, 768, 3)
-    with pytest.raises(ProfileError, match="the training to resume does not say its 'shortest'"):
+    with pytest.raises(ProfileError, match="the training checkpoint does not record 'shortest'"):
         TrainingPlan.of({"steps": 300, "data": {"prompts": "my own"}})
 
 

@@ -177,7 +177,7 @@ def test_neighbors_balance():
 
 @pytest.mark.parametrize(("blocks", "heads"), [(3, 8), (0, 8), (16, 8)])
 def test_blocks_divide_the_heads(blocks, heads):
-    with pytest.raises(PolicyError, match=r"`tp` has to divide the 8 KV heads of a layer \(1, 2, 4, 8\), got"):
+    with pytest.raises(PolicyError, match=r"`tp` must divide the 8 KV heads of a layer \(1, 2, 4, 8\), got"):
         decide(profile(np.ones((1, heads))), ModelLayers([None]), Recipe(tp=blocks))
 
 

@@ -59,7 +59,7 @@ def test_a_larger_beta_is_more_even():
         (64, 1.0, [1.0], "`beta`"),
         (64, float("nan"), [1.0], "`beta`"),
         (64, float("inf"), [1.0], "`beta`"),
-        (64, 1.2, [0.0, 0.0], "all heads to budget have a score of 0"),
+        (64, 1.2, [0.0, 0.0], "all heads that need a budget have the score 0"),
     ],
 )
 def test_impossible_budgets(budget, beta, scores, message):

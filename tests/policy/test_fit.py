@@ -350,7 +350,7 @@ class TestRefusals:
     @pytest.mark.parametrize("rest", ["streaming", "budgeted"])
     def test_scores_that_are_all_zero(self, rest):
         profile, footprint = model([[0, 0]])
-        with pytest.raises(PolicyError, match=r"score.* 0,.*; use another profile"):
+        with pytest.raises(PolicyError, match=r"score.* 0.*; use another profile"):
             fit(profile, ModelLayers([None]), footprint, Recipe(fit=Demand(PLENTY, 100), rest=rest))
 
     def test_a_residual_beyond_all_contexts(self):

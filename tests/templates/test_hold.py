@@ -1,4 +1,4 @@
-"""Budgets that hold: whatever comes, in whatever parts, heads keep what a slow reference says, in constant bytes."""
+"""Rolling budgets: whatever comes, in whatever parts, heads keep what a slow reference says, in constant bytes."""
 
 import copy
 from dataclasses import asdict
@@ -47,7 +47,7 @@ SECTIONS = {
 
 @cache
 def models(family: str, kind: str = "16 bit") -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A stock model, and the same weights with budgets that hold; the first layer of Gemma 2 has its own window."""
+    """A stock model, and the same weights with rolling budgets; the first layer of Gemma 2 has its own window."""
     layers = [{"blocks": [[1, 3]], "budgets": BUDGETS[0]}, {"blocks": [[0, 4]], "budgets": BUDGETS[1]}]
     if family == "gemma2":
         layers = [{"blocks": [[0, 4]], "sink": 0, "recent": 6, "native": True}, layers[0]]

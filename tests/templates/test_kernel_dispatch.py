@@ -20,7 +20,7 @@ from tests.helpers.kernel_reference import softmax
 
 
 def held(select: str) -> dict:
-    """A section with budgets that hold, whose heads select so."""
+    """A section with rolling budgets, whose heads select so."""
     return {**HELD, "selection": {**HELD["selection"], "select": select}}
 
 

@@ -42,7 +42,7 @@ def test_all_heads_are_the_layer():
 
 def test_without_a_mesh_only_what_is_the_same_everywhere():
     assert own_layout(EVEN, 2, PLAIN) == EVEN.part(3, 4)
-    with pytest.raises(RuntimeError, match="nothing says which of them this one is"):
+    with pytest.raises(RuntimeError, match="give the index of this process"):
         own_layout(UNEVEN, 2, PLAIN)
 
 

@@ -119,7 +119,7 @@ def test_too_little_text(tmp_path, rows, content):
 
 
 def test_files_that_are_no_text(tmp_path):
-    with pytest.raises(TextError, match=r"book.txt is no UTF-8 text: invalid"):
+    with pytest.raises(TextError, match=r"book.txt is not UTF-8 text: invalid"):
         Haystack.read(write(tmp_path, b"\xff\xfe\x00"), WORDS, 1)
     with pytest.raises(TextError, match=r"cannot read text .*: Is a directory"):
         Haystack.read(str(tmp_path), WORDS, 1)

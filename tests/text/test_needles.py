@@ -83,7 +83,7 @@ class TestFile:
         with pytest.raises(TextError, match="holds no needles"):
             read_needles(jsonl(tmp_path, "", " "))
         (tmp_path / "needles.jsonl").write_bytes(b"\x89PNG\r\n\0\0")
-        with pytest.raises(TextError, match="is no UTF-8 text"):
+        with pytest.raises(TextError, match="is not UTF-8 text"):
             read_needles(tmp_path / "needles.jsonl")
         with open(tmp_path / "needles.jsonl", "wb") as file:
             file.truncate(1 << 30)

@@ -63,7 +63,7 @@ REFUSED = {
     "fp8": (settings(cache={"cache_dtype": "fp8"}), "no fp8 KV cache on a CPU"),
     "fast prefill": (
         settings(cache={"kv_sharing_fast_prefill": True}),
-        "fast-prefill has not been tried; leave it out",
+        "fast-prefill has not been tested; leave it out",
     ),
     "processes": (settings(parallel={"tensor_parallel_size": 2}), "convert with --tp 2"),
     "uneven": (

@@ -94,7 +94,7 @@ def compute(
     parallelism). For duo, rlkv-lite and attention they also share the weights (FSDP2), and with --sp the tokens of
     each prompt, for contexts that do not fit one device.
 
-    To continue an interrupted measurement by attention, headkv-* or reform in one process, give the same command
+    To continue an interrupted measurement by attention, headkv-* or reform in one process, run the same command
     again; for duo and rlkv-lite, name a --checkpoint, and add --resume.
 
     \b
@@ -156,7 +156,7 @@ def compute(
             raise
         except KeyboardInterrupt:
             kept = configured_method.kept
-            hint = f"{configured_method.way_on} goes on from {kept}" if kept and kept.is_file() else "nothing is kept"
+            hint = f"{configured_method.way_on} continues from {kept}" if kept and kept.is_file() else "nothing is kept"
             raise Interrupted(in_flags(hint)) from None
         if processes.rank == 0:
             measurement.result.save(out)  # before anything is imported that may have been upgraded meanwhile
@@ -173,7 +173,7 @@ def _configured_method(ctx: click.Context, name: str, seed: int) -> Method:
         UsageError: one is of other methods, or they contradict each other.
     """
     for option, _ in foreign_options(ctx, METHODS, [name]):
-        raise click.UsageError(f"{option} does not go with --method {name}; leave it out")
+        raise click.UsageError(f"{option} does not apply to --method {name}; leave it out")
     try:
         return METHODS[name](name=name, seed=seed, **given_settings(ctx, METHODS[name]))
     except ProfileError as error:
@@ -184,7 +184,7 @@ def _check_sharing(method: Method, mesh: Mesh) -> None:
     """Refuse --tp and --sp where processes cannot share as much."""
     world = mesh.processes.world
     if method.shared != "weights" and (mesh.sp > 1 or mesh.tp not in (1, world)):
-        raise click.UsageError(f"--method {method.name} goes with --tp {world} or none, and not with --sp")
+        raise click.UsageError(f"--method {method.name} takes --tp {world} or no --tp, and no --sp")
     if method.shared == "nothing" and mesh.tp > 1:
         raise click.UsageError(f"processes that measure {method.name} share the passages; leave --tp out")
 

@@ -230,7 +230,7 @@ def budgets(path: str, **options: Any) -> None:
 @click.option("--heads", help="The list of heads in the file.  [default: (the only one)]")
 @_import_options
 def flexicache(path: str, entry: str | None, heads: str | None, **options: Any) -> None:
-    """FlexiCache's unstable heads, which get the score 1; all other KV heads get 0.
+    """FlexiCache's unstable heads: score 1, all others 0.
 
     PATH is JSON, {model: {name of a list: [[layer, KV head], ...]}}.
 

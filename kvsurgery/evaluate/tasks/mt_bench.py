@@ -30,7 +30,7 @@ class MTBenchTask:
     """
 
     source: str = setting("HuggingFaceH4/mt_bench_prompts", "mt_bench", SOURCE)
-    limit: int = setting(ANSWER_TOKENS, "mt_bench_tokens", "tokens of an answer at most", tokens=True)
+    limit: int = setting(ANSWER_TOKENS, "mt_bench_tokens", "maximum number of tokens of an answer", tokens=True)
     rows: int | None = samples_setting()
 
     def check(self) -> None:

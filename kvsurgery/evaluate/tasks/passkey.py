@@ -75,9 +75,9 @@ class PasskeyTask:
             )
         statement, question = self.hidden or HIDDEN, self.asked or ASKED
         if statement.count(KEY) != 1 or question.count(CUE) > 1 or KEY in question or CUE in statement:
-            raise TextError(f"`hidden` has {KEY} once, and `asked` may have {CUE} once")
+            raise TextError(f"`hidden` must contain {KEY} once, and `asked` may contain {CUE} once")
         if CUE in question and not question.endswith(CUE):
-            raise TextError(f"`asked` ends in {CUE}, since the answer goes on from there")
+            raise TextError(f"`asked` must end with {CUE}, since the answer continues it")
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Prompt by prompt, of all lengths each; of these, passkey by passkey.

@@ -64,7 +64,7 @@ class GateMethod(ContextMethod):
         if self.minutes is not None and self.steps is not None:
             raise ProfileError("`minutes` chooses `steps`; leave one of them out")
         if self.resume and self.checkpoint is None:
-            raise ProfileError("`resume` goes on from `checkpoint`; name it")
+            raise ProfileError("`resume` requires `checkpoint`, the file to continue from")
 
     @property
     def kept(self) -> Path | None:

@@ -71,9 +71,8 @@ class Method(ABC):
     minutes: float | None = setting(
         None,
         "minutes",
-        "time for the measurement, which chooses the number of steps or prompts and their lengths, unless they are "
-        "given",
-        default=f"{CPU_MINUTES} on a CPU, where none of them is given",
+        "minutes for the measurement: sets the number of steps or prompts, and their lengths, unless they are given",
+        default=f"{CPU_MINUTES} on a CPU, if none of these is given",
         basic=True,
     )
 

@@ -45,7 +45,7 @@ class RLKVLite(GateMethod):
         super().__post_init__()
         if self.text is not None:
             raise ProfileError(
-                "`text` does not go with `method` rlkv-lite, which trains on the model's own answers; leave it out"
+                "`text` does not apply to `method` rlkv-lite, which trains on the model's own answers; leave it out"
             )
 
     def check(self) -> None:
