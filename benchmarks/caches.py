@@ -19,8 +19,8 @@ from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_codes import rotated
 from kvsurgery.templates.kv_layout import Quantization
-from kvsurgery.templates.kv_tiles import rotated
 
 ORIGINAL = "original"
 # backend of QuantizedCache -> its axes for keys and values: with quanto's, keys have a scale for each channel and some

@@ -26,8 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from kvsurgery.display import console
+from kvsurgery.templates.kv_codes import dequantize, quantize, rotation
 from kvsurgery.templates.kv_layout import TILE, Quantization
-from kvsurgery.templates.kv_tiles import dequantize, quantize, rotation
 
 NAME, BITS, PROMPT, NEW, WINDOWS = "covariances", 2, 1024, 192, 4
 HADAMARD, CALIBRATED = "Hadamard", "calibrated"

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache, KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_softmax import Scoring
 
 try:
     from flash_attn import flash_attn_func

@@ -29,7 +29,7 @@ from kvsurgery.templates.kv_gather import gather, similarity
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_received import attention_received
 from kvsurgery.templates.kv_reform import Reform
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_softmax import Scoring
 
 EVERYTHING = 2**62  # tokens
 

@@ -22,13 +22,16 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from . import kv_torch
+from . import kv_softmax, kv_torch
 from .kv_cache import HandingLayer, Handle, KVLayerCache
-from .kv_heads import HeadGroup, Skipped, check_padding, leading_padding
+from .kv_codes import rotated
+from .kv_columns import check_padding, leading_padding
+from .kv_heads import HeadGroup
 from .kv_inputs import NOT_CAUSAL
 from .kv_layout import LayerLayout
-from .kv_tiles import QuantizedGroup, rotated
-from .kv_torch import AttentionPath, Scoring
+from .kv_softmax import Scoring, Skipped
+from .kv_tiles import QuantizedGroup
+from .kv_torch import AttentionPath
 
 try:
     from . import kv_cuda
@@ -204,9 +207,9 @@ def _stock_attention(
             module, query, key, value, attention_mask, dropout=scoring.dropout, scaling=scoring.scale, **options
         )
     if attention_mask is None:
-        output = kv_torch.causal(query, key, value, 0, scoring)
+        output = kv_softmax.causal(query, key, value, 0, scoring)
     else:
-        output = kv_torch.attend(query, key, value, attention_mask[:, 0], scoring)
+        output = kv_softmax.attend(query, key, value, attention_mask[:, 0], scoring)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -423,7 +426,7 @@ def _over_tiles(
         output = output.float()  # rounded once, not at every block
         for block in tiles.blocks():
             for part, result in path.over_block(query, *block, scoring):
-                output[part], lse[part] = kv_torch.merge((output[part], lse[part]), result)
+                output[part], lse[part] = kv_softmax.merge((output[part], lse[part]), result)
         return scoring.sunk(output, lse).to(query.dtype)
 
     return read

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from . import kv_torch
 from .kv_attention import Read, by_heads, over_columns, split_heads, store_group
 from .kv_cache import HeadTable, KVLayerCache
-from .kv_heads import SELECTING, HeadGroup, Rows, on_device
+from .kv_columns import Rows, on_device
+from .kv_heads import SELECTING, HeadGroup
 from .kv_layout import EVERY, VALUE_NORM, LayerLayout, Selection
 from .kv_received import attention_received
+from .kv_softmax import Scoring
 from .kv_tiles import QuantizedGroup, head_group
-from .kv_torch import AttentionPath, Scoring
+from .kv_torch import AttentionPath
 
 try:
     from . import kv_compact
@@ -247,7 +249,7 @@ SELECTING[False] = BudgetedHeads
 def weighted(attention: torch.Tensor, values: torch.Tensor, selection: Selection) -> torch.Tensor:
     """Importance of tokens that got this attention, float32 [batch, heads, n], and have these values.
 
-    The Euclidean norm, unlike others, is that of what was rotated too (kv_tiles.py).
+    The Euclidean norm, unlike others, is that of what was rotated too (kv_codes.py).
     """
     if selection.select != VALUE_NORM:
         return attention

@@ -14,9 +14,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .kv_heads import Columns, HeadGroup, Rows, SelectingHeads, allocate, bind, on_device, selecting_heads
+from .kv_codes import Tiles
+from .kv_columns import Columns, Rows, on_device
+from .kv_heads import HeadGroup, SelectingHeads, allocate, bind, selecting_heads
 from .kv_layout import EVERY, KVLayout, LayerLayout, Quantization
-from .kv_tiles import QuantizedGroup, Tiles, allocate_tiles, bind_tiles, head_group
+from .kv_tiles import QuantizedGroup, allocate_tiles, bind_tiles, head_group
 
 # what transformers calls a cache among arguments and outputs, since version 5.24 and before
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"

@@ -9,11 +9,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from . import kv_decode, kv_store
 from .kv_cache import KVLayerCache
-from .kv_heads import HeadGroup, Skipped
+from .kv_codes import rotated
+from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
 from .kv_prefill import Span, Window, prefill, prefill_with_lse
-from .kv_tiles import rotated
-from .kv_torch import Scoring, first_positions
+from .kv_softmax import Scoring, Skipped, first_positions
 
 try:
     from flash_attn import flash_attn_func
@@ -69,7 +69,7 @@ def pack(layer: KVLayerCache) -> None:
 def causal(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
 ) -> torch.Tensor:
-    """As `kv_torch.causal`: flash attention if it is installed, SDPA where nothing is padded, the kernel otherwise."""
+    """As `kv_softmax.causal`: flash attention if installed, SDPA where nothing is padded, the kernel otherwise."""
     past = keys.shape[2] - query.shape[2]
     if torch.is_tensor(skipped) or skipped:
         return prefill(query, keys, values, Span(past, _padding(skipped, query)), scoring)
@@ -88,13 +88,13 @@ def causal(
 def causal_with_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kv_torch.causal_with_lse`."""
+    """As `kv_softmax.causal_with_lse`."""
     span = Span(keys.shape[2] - query.shape[2], _padding(skipped, query))
     return prefill_with_lse(query, keys, values, span, scoring)
 
 
 def after_past(query: torch.Tensor, group: HeadGroup, past: int, scoring: Scoring) -> torch.Tensor:
-    """As `kv_torch.after_past`."""
+    """As `kv_softmax.after_past`."""
     stop, skipped = past + query.shape[2], group.skipped
     if not torch.is_tensor(skipped) and skipped <= past:  # rows alike: by column from there on
         return causal(query, group.keys[:, :, : stop - skipped], group.values[:, :, : stop - skipped], 0, scoring)
@@ -105,7 +105,7 @@ def after_past(query: torch.Tensor, group: HeadGroup, past: int, scoring: Scorin
 def over_block(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, counts: list[int] | None, scoring: Scoring
 ) -> Iterator[tuple[tuple[slice, ...], tuple[torch.Tensor, torch.Tensor]]]:
-    """As `kv_torch.over_block`."""
+    """As `kv_softmax.over_block`."""
     for row, count in enumerate(counts or [keys.shape[2]]):
         rows = slice(row, row + 1) if counts else slice(None)
         if count:
@@ -121,7 +121,7 @@ def streaming_from_start(
     layout: LayerLayout,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """As `kv_torch.streaming_from_start`."""
+    """As `kv_softmax.streaming_from_start`."""
     if past := keys.shape[2] - query.shape[2]:
         sinks = first_positions(keys, values, skipped, layout.sink)
         past_states, new_states = (
@@ -142,7 +142,7 @@ def streaming(
     layout: LayerLayout,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """As `kv_torch.streaming`."""
+    """As `kv_softmax.streaming`."""
     keys, values = (torch.cat(states, 2) for states in zip(window, new_states, strict=True))
     span = Span(past, _padding(skipped, query), first=past - window[0].shape[2])
     return prefill(query, keys, values, span, scoring, Window(layout.sink, layout.recent, sinks))

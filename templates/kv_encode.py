@@ -15,7 +15,8 @@ from .kv_cache import CACHE, HandingCache, HandingLayer
 from .kv_layout import KVLayout, LayerLayout
 from .kv_received import attention_received
 from .kv_reform import Reform
-from .kv_torch import AttentionPath, Scoring
+from .kv_softmax import Scoring
+from .kv_torch import AttentionPath
 
 
 class Exit(Exception):

@@ -16,9 +16,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import tqdm
 
 from .kv_cache import CACHE
+from .kv_columns import check_padding, leading_padding
 from .kv_encode import Encoder, Exit
 from .kv_generation import check_cache
-from .kv_heads import check_padding, leading_padding
 from .kv_layout import KVLayout
 from .kv_reform import Reform
 

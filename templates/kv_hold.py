@@ -21,12 +21,13 @@ import torch.nn.functional as F
 
 from .kv_budget import BudgetedHeads, most_important, weighted
 from .kv_cache import KVLayerCache
-from .kv_heads import SELECTING, HeadGroup, Rows, on_device
+from .kv_columns import Rows, on_device
+from .kv_heads import SELECTING, HeadGroup
 from .kv_layout import TILE, VALUE_NORM, LayerLayout
 from .kv_received import attention_received
+from .kv_softmax import Scoring
 from .kv_tiles import QuantizedGroup
 from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, take_positions
-from .kv_torch import Scoring
 
 try:
     from . import kv_move, kv_reselect, kv_store

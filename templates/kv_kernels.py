@@ -8,8 +8,8 @@ Every launch says whether the compiler may fuse a product into a sum, as the def
 lanes add up products of their own by exchanging them, it must not: each would round another product, so lanes that
 share a sum would hold sums that differ in the last bit, and write both to the same place.
 
-The reference of the kernels is `kv_torch`. Floors in their docstrings are the time that no implementation beats: bytes
-that must move over the device's read bandwidth, or operations over the rate of its matrix units.
+The reference of the kernels is `kv_softmax`. Floors in their docstrings are the time that no implementation beats:
+bytes that must move over the device's read bandwidth, or operations over the rate of its matrix units.
 """
 
 import math
@@ -24,9 +24,9 @@ except ImportError as error:  # transformers demands whatever is imported outsid
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
 from .kv_cache import HeadTable
+from .kv_codes import rotation
 from .kv_layout import EVERY, TILE
-from .kv_tiles import rotation
-from .kv_torch import Scoring
+from .kv_softmax import Scoring
 
 MATRIX_ELEMENTS = 4096  # of a matrix that a program multiplies by at once
 REGISTERS = 255  # of a thread; ptxas may stop at fewer by itself, and spill

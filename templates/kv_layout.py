@@ -36,7 +36,7 @@ class Quantization:
     the model's dtype. So do streaming heads, unless `streaming` is set and their window is at least twice the residual
     and a tile; then they keep the sinks that they have.
 
-    `rotate` says what is rotated within a head before it is stored (see kv_tiles.py): `none`, `values`, or `both`
+    `rotate` says what is rotated within a head before it is stored (see kv_codes.py): `none`, `values`, or `both`
     keys and values. By default, values are where codes have 4 bits or less, and with `per-token` keys too, as a few of
     their channels are far larger than the others that they would share a scale with. With `kivi`, rotated keys lose
     less in some models, and far more in others, such as those that normalize queries and keys.

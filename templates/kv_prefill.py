@@ -19,7 +19,7 @@ from .kv_kernels import (
     triton,
 )
 from .kv_layout import EVERY
-from .kv_torch import Scoring
+from .kv_softmax import Scoring
 
 
 class Span(NamedTuple):

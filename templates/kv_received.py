@@ -3,7 +3,7 @@
 import torch
 
 from .kv_heads import block_elements
-from .kv_torch import Scoring
+from .kv_softmax import Scoring
 
 
 def attention_received(

@@ -24,8 +24,8 @@ from .kv_kernels import (
     triton,
 )
 from .kv_layout import VALUE_NORM, Selection
+from .kv_softmax import Scoring
 from .kv_store import _pack_options
-from .kv_torch import Scoring
 
 ALWAYS_KEPT = tl.constexpr(0x7F800000)  # the bits of infinity: more than those of any importance
 

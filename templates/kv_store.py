@@ -77,7 +77,7 @@ def append(
 ) -> torch.Tensor:
     """Store one token per row in its slot of every head, in place; nothing where a head skips its column.
 
-    Of rotated heads, states are rotated on the way, as `kv_tiles.rotated` does.
+    Of rotated heads, states are rotated on the way, as `kv_codes.rotated` does.
 
     Floor: a launch; what it moves is a few kilobytes per row. A state that is rotated reads 4 * head_dim ** 2 bytes
     of a matrix, which stays in the L2 cache; each has a program of its own.
@@ -131,7 +131,7 @@ def _places(first, n, ring, LISTED: tl.constexpr):
 
 @triton.jit
 def _range(x, mask, low, high, AXIS: tl.constexpr, MOST: tl.constexpr, RANGES: tl.constexpr, dtype: tl.constexpr):
-    """Scale and minimum of groups along an axis of x, rounded to dtype, as `kv_tiles` chooses them."""
+    """Scale and minimum of groups along an axis of x, rounded to dtype, as `kv_codes` chooses them."""
     max_code = tl.full(low.shape, MOST, tl.float32)
     scale, minimum = tl.div_rn(high - low, max_code).to(dtype).to(tl.float32), low
     if RANGES > 1:
@@ -297,7 +297,7 @@ def flush(table: HeadTable, confirmed: torch.Tensor) -> None:
     """Pack the oldest whole tile of each head that has enough tokens beyond its residual, in place.
 
     A head with `residual` + `TILE` confirmed tokens after its sinks that are not packed, or more, gives its `TILE`
-    oldest ones to tile packed // `TILE`, as `kv_tiles.quantize` makes it, and `packed` grows by as many. The ring keeps
+    oldest ones to tile packed // `TILE`, as `kv_codes.quantize` makes it, and `packed` grows by as many. The ring keeps
     them until others take their slots.
 
     Floor: 4 * `TILE` * head_dim * itemsize bytes to read and `quantization.tile_bytes(head_dim)` to write for each

@@ -6,9 +6,10 @@ from itertools import accumulate
 import torch
 
 from .kv_cache import KVLayerCache
-from .kv_heads import on_device
+from .kv_codes import Tiles, quantize_groups, scale_codes, split_thirds, unpack
+from .kv_columns import on_device
 from .kv_layout import TILE, Quantization
-from .kv_tiles import QuantizedGroup, Tiles, quantize_groups, scale_codes, split_thirds, unpack
+from .kv_tiles import QuantizedGroup
 
 KEYS, VALUES = 0, 1
 

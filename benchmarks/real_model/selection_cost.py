@@ -70,7 +70,7 @@ def measure(model: PreTrainedModel, steps: int) -> dict[str, float]:
         for part in ("watch", "renew"):
             setattr(layer.budgeted, part, timed(seconds_by_part, part, getattr(layer.budgeted, part)))
     emitted = type(layers[0]).__module__.rpartition(".")[0]
-    tiles, codes = (import_module(name, emitted) for name in (".kv_tiles", ".kv_token_codes"))
+    tiles, codes = (import_module(name, emitted) for name in (".kv_codes", ".kv_token_codes"))
     quantize = timed(seconds_by_part, "quantize", tiles.quantize_groups)
     with mock.patch.object(tiles, "quantize_groups", quantize), mock.patch.object(codes, "quantize_groups", quantize):
         begin = time.process_time()

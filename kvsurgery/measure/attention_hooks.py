@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_softmax import Scoring
 
 INTERCEPTION = "kvsurgery_interception"
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kvsurgery.templates import kv_torch
+from kvsurgery.templates import kv_softmax
 from kvsurgery.templates.kv_layout import LayerLayout
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_softmax import Scoring
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -30,13 +30,13 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring:
     # on CUDA, fused attention with grouped heads is for 16 bit only
     use_fused = not query.is_cuda or query.itemsize == 2 or query.shape[1] == key.shape[1]
     if use_fused and not scoring.explicit:
-        return kv_torch.causal(query, key, value, 0, scoring)
+        return kv_softmax.causal(query, key, value, 0, scoring)
 
     def block(rows: slice) -> torch.Tensor:
         stop = slice(rows.stop)
-        return checkpointed(kv_torch.causal, query[:, :, rows], key[:, :, stop], value[:, :, stop], 0, scoring)
+        return checkpointed(kv_softmax.causal, query[:, :, rows], key[:, :, stop], value[:, :, stop], 0, scoring)
 
-    return torch.cat([block(rows) for rows in kv_torch.query_blocks(query, key.shape[2], True, key.shape[1])], 2)
+    return torch.cat([block(rows) for rows in kv_softmax.query_blocks(query, key.shape[2], True, key.shape[1])], 2)
 
 
 def streaming(
@@ -59,14 +59,14 @@ def streaming(
     layout = LayerLayout(((0, key.shape[1]),), sink, recent, chunked=chunked)
 
     def block(start: int) -> torch.Tensor:
-        stop = start + kv_torch.BLOCK
+        stop = start + kv_softmax.BLOCK
         key_values = [
             [states[:, :, rows] for states in (key, value)]
             for rows in (slice(sink), slice(max(start - recent + 1, 0), start), slice(start, stop))
         ]
-        return checkpointed(kv_torch.streaming, query[:, :, start:stop], *key_values, start, 0, layout, scoring)
+        return checkpointed(kv_softmax.streaming, query[:, :, start:stop], *key_values, start, 0, layout, scoring)
 
-    return torch.cat([block(start) for start in range(0, tokens, kv_torch.BLOCK)], 2)
+    return torch.cat([block(start) for start in range(0, tokens, kv_softmax.BLOCK)], 2)
 
 
 def layer_attention(

@@ -16,9 +16,9 @@ from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
 from kvsurgery.measure.model import decoder_of
-from kvsurgery.templates import kv_torch
+from kvsurgery.templates import kv_softmax
+from kvsurgery.templates.kv_codes import dequantize, quantize, rotated
 from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization
-from kvsurgery.templates.kv_tiles import dequantize, quantize, rotated
 
 LOGITS_AT_ONCE = 1 << 25  # elements of logits that are computed at a time
 EXACT = 0  # the place of an unchanged head among the caches of a trial
@@ -177,9 +177,9 @@ class CacheTrial:
         head_states = [tensor.reshape(rows * heads, -1, *tensor.shape[2:]) for tensor in (query, *states)]
         visible, scoring = self._visible(layer, kinds, query.shape[2]), scoring_of(query, options)
         if scoring.sinks is None:
-            output = kv_torch.attend(*head_states, visible, scoring).reshape(query.shape)
+            output = kv_softmax.attend(*head_states, visible, scoring).reshape(query.shape)
         else:  # a number for each query head, which lie together again
-            output, lse = kv_torch.attend_with_lse(*head_states, visible, scoring)
+            output, lse = kv_softmax.attend_with_lse(*head_states, visible, scoring)
             output = scoring.sunk(output.view(query.shape), lse.view(query.shape[:3]))
         return output.transpose(1, 2), None
 

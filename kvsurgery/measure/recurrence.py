@@ -16,7 +16,7 @@ import torch
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.templates import kv_encode, kv_layout, kv_torch
+from kvsurgery.templates import kv_encode, kv_layout, kv_softmax, kv_torch
 from kvsurgery.templates.kv_reform import Reform
 
 
@@ -57,7 +57,7 @@ class RecurrentLayer(kv_encode.EncodingLayer):
         super().lazy_initialization(key_states)
         self.places = torch.empty(key_states.shape[1], 0, dtype=torch.int64, device=key_states.device)
 
-    def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: kv_torch.Scoring) -> torch.Tensor:
+    def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: kv_softmax.Scoring) -> torch.Tensor:
         encoder, chunk = self.encoder, self.encoder.chunk
         chunk_places = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(keys.shape[1], -1)
         places = torch.cat([self.places, chunk_places], 1)

@@ -40,7 +40,7 @@ def test_half_precision(checkpoint, tmp_path, dtype):
 
 def test_a_difference_is_found(mixed, tmp_path):
     folder = shutil.copytree(mixed("llama").folder, tmp_path / "broken")
-    code = folder / "kv_torch.py"
+    code = folder / "kv_softmax.py"
     code.write_text(re.sub(r"is_causal=True", "is_causal=False", code.read_text()))
     with pytest.raises(Mismatch, match="logits differ"):
         compare_logits(folder)

@@ -9,15 +9,16 @@ import torch
 
 from kvsurgery.templates import kv_budget, kv_hold  # noqa: F401  # lets caches have budgeted heads
 from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
+from kvsurgery.templates.kv_codes import empty_tiles, quantize, rotated
+from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_decode import decode
-from kvsurgery.templates.kv_heads import Columns, HeadGroup
-from kvsurgery.templates.kv_kernels import EVERY
-from kvsurgery.templates.kv_layout import ACCUMULATED, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
+from kvsurgery.templates.kv_heads import HeadGroup
+from kvsurgery.templates.kv_layout import ACCUMULATED, EVERY, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
+from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.templates.kv_store import append, flush
-from kvsurgery.templates.kv_tiles import QuantizedGroup, empty_tiles, quantize, rotated
+from kvsurgery.templates.kv_tiles import QuantizedGroup
 from kvsurgery.templates.kv_token_codes import encoded_tokens, token_states
-from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
 
 FULL = (EVERY, 1, 1)  # sink, ring, recent

@@ -3,10 +3,10 @@
 import torch
 
 from kvsurgery.templates.kv_cache import HeadTable
+from kvsurgery.templates.kv_codes import Tiles, dequantize, quantize, rotated
 from kvsurgery.templates.kv_layout import EVERY, TILE
 from kvsurgery.templates.kv_prefill import Span, Window
-from kvsurgery.templates.kv_tiles import Tiles, dequantize, quantize, rotated
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_softmax import Scoring
 
 
 def append_reference(

@@ -3,8 +3,8 @@
 import torch
 from transformers import DynamicCache
 
+from kvsurgery.templates.kv_codes import rotated
 from kvsurgery.templates.kv_layout import TILE
-from kvsurgery.templates.kv_tiles import rotated
 
 
 class SlowCache(DynamicCache):

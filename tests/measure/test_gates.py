@@ -59,8 +59,8 @@ def dense_states(measured, gates, ids):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks in a short input."""
-    monkeypatch.setattr(blockwise.kv_torch, "BLOCK", 8)
-    monkeypatch.setattr(blockwise.kv_torch, "SCORES", 2**10)
+    monkeypatch.setattr(blockwise.kv_softmax, "BLOCK", 8)
+    monkeypatch.setattr(blockwise.kv_softmax, "SCORES", 2**10)
 
 
 class TestMixedAttention:
@@ -226,8 +226,8 @@ def step_bytes(family, loss, length):
 
 @pytest.mark.parametrize(("family", "loss"), [("llama", "distill"), ("llama", "lm"), ("gemma2", "distill")])
 def test_memory_of_a_step_is_linear_in_its_tokens(family, loss, monkeypatch):
-    monkeypatch.setattr(blockwise.kv_torch, "BLOCK", 16)
-    monkeypatch.setattr(blockwise.kv_torch, "SCORES", 2**14)
+    monkeypatch.setattr(blockwise.kv_softmax, "BLOCK", 16)
+    monkeypatch.setattr(blockwise.kv_softmax, "SCORES", 2**14)
     lengths = 128, 256, 512
     first, second, third = (step_bytes(family, loss, length) for length in lengths)
     # with a quadratic term, a token more costs more in a longer input

@@ -14,7 +14,7 @@ from kvsurgery.templates.kv_budget import most_important
 from kvsurgery.templates.kv_layout import EVERY, KVLayout, Selection
 from kvsurgery.templates.kv_layout import Selection as LayoutSelection
 from kvsurgery.templates.kv_received import attention_received
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_softmax import Scoring
 from tests.helpers.emitted import BUDGETED, emitted
 from tests.helpers.families import largest, tokens
 from tests.helpers.surgery import convert_folder, random_profile

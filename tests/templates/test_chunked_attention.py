@@ -85,7 +85,7 @@ def test_queries_have_the_factor_of_their_column(tuned, mixed):
 def test_prefill_in_query_blocks(tuned, monkeypatch):
     """Blocks of queries that begin and end within chunks."""
     converted = tuned(0.5)
-    attention = sys.modules[type(converted.model).__module__.rsplit(".", 1)[0] + ".kv_torch"]
+    attention = sys.modules[type(converted.model).__module__.rsplit(".", 1)[0] + ".kv_softmax"]
     ids, mask, position_ids = left_padded(tokens(4, LENGTH, seed=5), LENGTHS)
     options = {"attention_mask": mask, "position_ids": position_ids}
     expected = logits(converted.model, ids, **options)[mask.bool()]

@@ -151,7 +151,7 @@ def test_prefill_in_query_blocks(mixed, monkeypatch):
     import sys
 
     converted = mixed("llama")
-    attention = sys.modules[type(converted.model).__module__.rsplit(".", 1)[0] + ".kv_torch"]
+    attention = sys.modules[type(converted.model).__module__.rsplit(".", 1)[0] + ".kv_softmax"]
     ids, mask, position_ids = left_padded(tokens(2, 100, seed=5), [100, 71])
     options = {"attention_mask": mask, "position_ids": position_ids}
     expected = [logits(converted.model, ids, **options), logits(converted.model, ids, use_cache=False, **options)]

@@ -18,12 +18,12 @@ from hypothesis.stateful import (
 from transformers import DynamicCache
 
 from kvsurgery.heads.section import layout_section
-from kvsurgery.templates import kv_hold, kv_layout, kv_tiles, kv_token_codes
+from kvsurgery.templates import kv_codes, kv_hold, kv_layout, kv_tiles, kv_token_codes
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
+from kvsurgery.templates.kv_codes import dequantize, quantize
 from kvsurgery.templates.kv_layout import TILE, KVLayout, Quantization
-from kvsurgery.templates.kv_tiles import dequantize, quantize
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_softmax import Scoring
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
 from tests.helpers.emitted import CLASSES, LOSSLESS, emitted
 from tests.helpers.families import FAMILIES, WITH_STATES, largest, stock, tokens
@@ -160,7 +160,7 @@ class HoldMachine(CacheOperations):
     ids=lambda value: value,
 )
 def test_any_operations(family, kind, monkeypatch):
-    for module in (kv_layout, kv_tiles, kv_token_codes, kv_hold):
+    for module in (kv_layout, kv_codes, kv_tiles, kv_token_codes, kv_hold):
         monkeypatch.setattr(module, "TILE", 4)
     machine = type("HoldMachine", (HoldMachine,), {"family": family, "kind": kind})
     run_state_machine_as_test(

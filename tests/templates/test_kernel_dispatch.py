@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from kvsurgery.templates import kv_attention, kv_compact, kv_cuda, kv_torch
+from kvsurgery.templates import kv_attention, kv_compact, kv_cuda, kv_softmax
 from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_softmax import Scoring
 from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, emitted_class, in_parts
 from tests.helpers.families import FAMILIES, largest, stock, tokens
 from tests.helpers.kernel_reference import softmax
@@ -227,6 +227,6 @@ def test_learned_sinks_are_left_to_the_kernel(past: int, monkeypatch) -> None:
     query = torch.randn(2, 4, 20, 16, dtype=torch.float16)
     keys, values = torch.randn(2, 2, 2, past + 20, 16, dtype=torch.float16)
     scoring = Scoring(0.3, sinks=torch.tensor([-3.0, 0.0, 2.0, 5.0]))
-    exact = kv_torch.causal(query.double(), keys.double(), values.double(), 0, scoring)
+    exact = kv_softmax.causal(query.double(), keys.double(), values.double(), 0, scoring)
     monkeypatch.setattr(kv_cuda, "flash_attn_func", flash_attention)
     assert largest(kv_cuda.causal(query, keys, values, 0, scoring).double() - exact, exact) <= 2e-3

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from kvsurgery.templates.kv_heads import HeadGroup, allocate, check_padding
+from kvsurgery.templates.kv_columns import check_padding
+from kvsurgery.templates.kv_heads import HeadGroup, allocate
 from tests.helpers.cache_operations import stock_and_emitted
 from tests.helpers.families import largest, tokens
 from tests.templates.test_exactness import left_padded, logits

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.templates import kv_torch
+from kvsurgery.templates import kv_softmax
 from kvsurgery.templates.kv_received import attention_received
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_softmax import Scoring
 from tests.helpers.families import largest, tokens
 from tests.helpers.surgery import convert_folder
 
@@ -35,16 +35,16 @@ def test_causal_attention(heads, group, tokens, past, seed):
     query, key, value, sinks = states(heads, group, tokens, past + tokens, seed)
     allowed = torch.ones(tokens, past + tokens, dtype=torch.bool).tril(past)
     expected = weights(query, key, sinks, 0.3, allowed) @ value.double().repeat_interleave(group, 1)
-    found = kv_torch.causal(query, key, value, 0, Scoring(0.3, sinks=sinks))
+    found = kv_softmax.causal(query, key, value, 0, Scoring(0.3, sinks=sinks))
     assert largest(found - expected, expected) < 1e-5
 
 
 def test_a_sink_counts_once_where_keys_come_in_parts():
     query, key, value, sinks = states(2, 2, 5, 20)
     scoring = Scoring(0.3, sinks=sinks)
-    parts = [kv_torch.attend_with_lse(query, key[:, :, at], value[:, :, at], None, scoring) for at in PARTS]
-    found = scoring.sunk(*kv_torch.merge(*parts))
-    expected = kv_torch.attend(query, key, value, None, scoring)
+    parts = [kv_softmax.attend_with_lse(query, key[:, :, at], value[:, :, at], None, scoring) for at in PARTS]
+    found = scoring.sunk(*kv_softmax.merge(*parts))
+    expected = kv_softmax.attend(query, key, value, None, scoring)
     assert largest(found - expected, expected) < 1e-5
 
 
@@ -53,12 +53,12 @@ PARTS = (slice(7), slice(7, None))
 
 def test_extreme_sinks_and_nothing_to_see():
     query, key, value, _ = states(1, 2, 1, 4)
-    plain = kv_torch.attend(query, key, value, None, Scoring(0.3))
-    found = kv_torch.attend(query, key, value, None, Scoring(0.3, sinks=torch.tensor([-1e4, 1e4])))
+    plain = kv_softmax.attend(query, key, value, None, Scoring(0.3))
+    found = kv_softmax.attend(query, key, value, None, Scoring(0.3, sinks=torch.tensor([-1e4, 1e4])))
     assert largest(found[:, 0] - plain[:, 0], plain) < 1e-6
     assert not found[:, 1].any()
     nothing = torch.zeros(1, 1, 4, dtype=torch.bool)
-    assert not kv_torch.attend(query, key, value, nothing, Scoring(0.3, sinks=torch.zeros(2))).any()
+    assert not kv_softmax.attend(query, key, value, nothing, Scoring(0.3, sinks=torch.zeros(2))).any()
 
 
 def test_a_selection_sees_the_weights_that_are_left():
@@ -72,7 +72,7 @@ def test_a_selection_sees_the_weights_that_are_left():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keeps_its_dtype(dtype):
     query, key, value, sinks = (part.to(dtype) for part in states(1, 2, 3, 5))
-    assert kv_torch.attend(query, key, value, None, Scoring(0.3, sinks=sinks)).dtype == dtype
+    assert kv_softmax.attend(query, key, value, None, Scoring(0.3, sinks=sinks)).dtype == dtype
 
 
 def test_budgets_that_hold(checkpoint, tmp_path):

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvsurgery.templates import kv_layout, kv_tiles
+from kvsurgery.templates import kv_codes, kv_layout, kv_tiles
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
@@ -184,7 +184,7 @@ class CacheMachine(CacheOperations):
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("family", FULL)
 def test_any_operations_on_a_cache(family, stored, monkeypatch):
-    for module in (kv_layout, kv_tiles):
+    for module in (kv_layout, kv_codes, kv_tiles):
         monkeypatch.setattr(module, "TILE", STORED[stored].tile)
     machine = type("CacheMachine", (CacheMachine,), {"family": family, "stored": stored})
     run_state_machine_as_test(

@@ -4,9 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsurgery.templates.kv_layout import TILE, Quantization
-from kvsurgery.templates.kv_tiles import (
-    QuantizedGroup,
+from kvsurgery.templates.kv_codes import (
     dequantize,
     empty_tiles,
     key_products,
@@ -15,6 +13,8 @@ from kvsurgery.templates.kv_tiles import (
     rotation,
     weighted_values,
 )
+from kvsurgery.templates.kv_layout import TILE, Quantization
+from kvsurgery.templates.kv_tiles import QuantizedGroup
 from tests.helpers.families import largest
 
 
