@@ -174,7 +174,6 @@ def test_some_scores_or_none_to_be_had_are_no_failure():
         (("recall-cli", "--tasks", "perplexity"), r"give a text that it knows \(--text\)"),
         (("recall-cli", "--tasks", "perplexity", "--text", "./none.txt"), "cannot read text ./none.txt"),
         (("recall-cli", *NEEDLE, "--needles", "text.txt"), "text.txt, line 1: not JSON"),
-        (("recall-cli", "--tasks", "ruler", "--squad", "text.txt"), "text.txt is not JSON"),
     ],
 )
 def test_errors_are_one_line_and_nothing_is_written(arguments, words):
