@@ -322,7 +322,8 @@ def in_flags(message: str) -> str:
     names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
     names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
     names += ["how", "base_model", "batches", "rounds", "limit", "seed", "samples", "loss", "lr", "curve", "answers"]
-    names += ["scbench", "mm_niah_tasks", "ruler_tasks", "scbench_tasks", "lm_eval", "lm_eval_metadata", "ask_later"]
+    names += ["scbench", "mm_niah_tasks", "ruler_tasks", "scbench_tasks", "ask_later"]
+    names += ["lm_eval", "lm_eval_include", "lm_eval_metadata", "lm_eval_plain"]
     names += ["passkey_asked", "passkey_hidden", "passkey_tokens", "delete_others", "overwrite"]
     flags = {name: flag(name) for name in names}
     flags |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked", "new": "--new-tokens"}

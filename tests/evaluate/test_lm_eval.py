@@ -240,6 +240,7 @@ def test_shipped_tasks_that_are_made(tmp_path: Path, name: str, later: bool) -> 
     reader = Reader(SPELT, 4000, len(SPELT), checkpoint=tmp_path / "model")
     samples = list(LmEvalTask((name,), metadata=json.dumps(options), ask_later=later, rows=52).samples(reader))
     assert 150 < len(samples[0].tokens) <= 300 < len(samples[-1].tokens) <= 500
+    assert _scores_in_lm_eval(name, {"pretrained": str(reader.checkpoint), **options}) == {0.0}
     for sample in samples:
         [right] = sample.answers
         prompt = SPELT.decode(sample.tokens)
@@ -247,3 +248,13 @@ def test_shipped_tasks_that_are_made(tmp_path: Path, name: str, later: bool) -> 
         assert sample.grade is not None
         assert {*sample.grade(f" {right}.").values()} == {1.0}
         assert {*sample.grade("9 other").values()} == {0.0}
+
+
+def _scores_in_lm_eval(name: str, metadata: dict[str, Any]) -> set[float]:
+    """The scores of a shipped task in a run of lm-eval itself, of a model that answers nothing of sense."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(lm_eval.SHIPPED), include_defaults=False, metadata=metadata)
+    found = simple_evaluate("dummy", tasks=[name], task_manager=manager, limit=2, bootstrap_iters=0)
+    return {score for key, score in found["results"][name].items() if "," in key and "stderr" not in key}

@@ -6,10 +6,10 @@ other task. Only tasks that generate an answer can show what a cache does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,8 @@ PROBE = "no"  # an answer that shows which metrics a document has
 def installed_release() -> str:
     """The release of lm-eval that is installed; empty where none is."""
     try:
-        return metadata.version("lm-eval")
-    except metadata.PackageNotFoundError:
+        return importlib.metadata.version("lm-eval")
+    except importlib.metadata.PackageNotFoundError:
         return ""
 
 
@@ -63,10 +63,10 @@ class LmEvalTask:
         None, "lm_eval", "tasks of lm-eval, such as longbench_hotpotqa,infinitebench_passkey", default="none"
     )
     include: Path | None = setting(
-        None, "lm_eval_include", "a folder of YAML tasks, as lm-eval's --include_path", default="none"
+        None, "lm_eval_include", "a folder of further YAML tasks for lm-eval", default="none"
     )
     metadata: str | None = setting(
-        None, "lm_eval_metadata", "JSON for the tasks, as lm-eval's --metadata", default="none"
+        None, "lm_eval_metadata", "JSON for the tasks, as lm-eval takes it, such as lengths", default="none"
     )
     plain: bool = setting(False, "lm_eval_plain", "ask without the chat template")
     ask_later: bool = ask_later_setting()
@@ -138,24 +138,25 @@ class LmEvalTask:
         lead = task.doc_to_prefix(document) or ""
         prompt = task.fewshot_context(document, task.config.num_fewshot or 0, gen_prefix=lead).removesuffix(lead)
         options = _generation(task)
+        target = task.doc_to_target(document)
+        answers = tuple(map(str, target if isinstance(target, list) else [target]))
         grade = partial(grades, task, document)
-        metrics = _metrics(task, grade, place)
+        metrics = _metrics(task, grade, answers, place)
         parts = [turn_tokens(reader.tokenizer, prompt, lead, chat=not self.plain)]
         if self.ask_later:
-            context, question = _split(prompt, document[_context_field(task.task_name, task)], place)
+            context, question = _split(prompt, str(document.get(_context_field(task.task_name, task), "")), place)
             parts = list(turn_with_context(reader.tokenizer, context, question, lead, chat=not self.plain))
         room = reader.max_context - options["max_gen_toks"] - sum(map(len, parts[1:]))
         if room < 2:
             raise TextError(f"{place}: question and answer leave no room for a context in {reader.max_context} tokens")
         parts[0] = without_middle(parts[0], room)
-        target = task.doc_to_target(document)
         return Sample(
             task=f"lm_eval/{task.task_name}",
             name=str(number),
             tokens=np.concatenate(parts),
             metric=metrics[0],
             also=metrics[1:],
-            answers=tuple(map(str, target if isinstance(target, list) else [target])),
+            answers=answers,
             limit=options["max_gen_toks"],
             context=len(parts[0]) if self.ask_later else 0,
             facts={"version": str(task.VERSION)},
@@ -202,11 +203,13 @@ def without_middle(tokens: np.ndarray, room: int) -> np.ndarray:
     return tokens if len(tokens) <= room else np.concatenate([tokens[:start], tokens[len(tokens) - room + start :]])
 
 
-def _metrics(task: ConfigurableTask, grade: partial[dict[str, float]], place: str) -> tuple[str, ...]:
-    """The metrics of a document, each of which is averaged."""
+def _metrics(
+    task: ConfigurableTask, grade: partial[dict[str, float]], answers: Sequence[str], place: str
+) -> tuple[str, ...]:
+    """The metrics of a document, each of which is averaged and is from 0 to 1 for right and wrong answers."""
     metrics = tuple(grade(PROBE))
-    if not metrics:
-        raise TextError(f"{place} has no score")
+    if not metrics or any({*grade(answer)} != {*metrics} for answer in answers):
+        raise TextError(f"{place} has no score, or other scores for other answers: run lm_eval itself for this task")
     for metric in metrics:
         name = metric.partition(",")[0]
         if not task.higher_is_better().get(name, True):
@@ -237,7 +240,7 @@ def _unusable_reason(task: Any) -> str | None:
     if task.config.doc_to_image or task.config.doc_to_audio:
         return "has images or sound; only tasks of text can be asked: run lm_eval itself for this task"
     if task.config.unsafe_code:
-        return "runs the code that a model writes: run lm_eval itself, with --confirm_run_unsafe_code"
+        return "runs the code that a model writes: run lm_eval itself for this task"
     if _generation(task)["do_sample"] or task.config.repeats > 1:
         return "samples its answers, and ours are greedy: run lm_eval itself for this task"
     return None
