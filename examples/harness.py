@@ -70,7 +70,7 @@ def main() -> None:
                 device="cpu",
                 bootstrap_iters=0,
             )["results"]
-            generated, scored = share(found[GENERATED]["exact_match,none"]), share(found[PREFILL_ONLY]["acc,none"])
+            generated, scored = share(found[GENERATED]["exact_match,stripped"]), share(found[PREFILL_ONLY]["acc,none"])
             print(f"{name:16} {generated:>10} {scored:>13}")
 
 

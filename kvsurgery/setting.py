@@ -66,6 +66,13 @@ def samples_setting(value: int | None = None, default: str | int | None = THERE)
     return setting(value, "samples", SAMPLES, default=default)
 
 
+def ask_later_setting() -> Any:
+    """Whether the context is read, and a compressed cache selects, before the question is known."""
+    return setting(
+        False, "ask_later", "read the context before the question is known, each question on a copy of its cache"
+    )
+
+
 def needles_setting() -> Any:
     """A needle set, as `read_set` takes it, or "auto"."""
     help_text = (

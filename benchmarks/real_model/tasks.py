@@ -1,7 +1,7 @@
 """RULER, BABILong and cloze on a real language model, by which heads are full.
 
-    python benchmarks/real_model/tasks.py MODEL --profile gates.safetensors --text book.txt --babilong FOLDER \\
-        --answers answers --json tasks.json
+    python benchmarks/real_model/tasks.py MODEL --profile gates.safetensors --text book.txt --answers answers \\
+        --json tasks.json
 
 Each choice of heads, as `which_heads.py` makes them, converts MODEL, and the converted model answers what `kvsurgery
 eval` asks. A run continues from its folder of answers.
@@ -35,14 +35,14 @@ from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.runner import started_evaluation
 from kvsurgery.evaluate.sample import Task
 from kvsurgery.evaluate.statistics import interval, resampled_means
-from kvsurgery.evaluate.tasks.babilong import BabilongTask
 from kvsurgery.evaluate.tasks.cloze import ClozeTask
+from kvsurgery.evaluate.tasks.lm_eval import LmEvalTask
 from kvsurgery.evaluate.tasks.ruler import RulerTask
 from kvsurgery.profile.loading import load_scores
 from kvsurgery.system.json_lines import read_lines
 
 RULER_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1")  # those that SmolLM2 can do
-BABILONG_TASKS = ("qa1", "qa2", "qa3")
+BABILONG_TASKS = ("babilong_qa1", "babilong_qa2", "babilong_qa3")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Lengths:
     babilong: list[str]
 
 
-def groups(text: str, babilong: str, lengths: Lengths) -> list[Group]:
+def groups(text: str, lengths: Lengths) -> list[Group]:
     """About a hundred questions each."""
     return [
         *(
@@ -82,8 +82,9 @@ def groups(text: str, babilong: str, lengths: Lengths) -> list[Group]:
             for length in lengths.ruler
         ),
         *(
-            Group(f"BABILong, {length}", "babilong", BabilongTask(babilong, BABILONG_TASKS, (length,)), 34)
+            Group(f"BABILong, {length}", "lm_eval", LmEvalTask(BABILONG_TASKS, metadata=metadata), 34)
             for length in lengths.babilong
+            for metadata in [json.dumps({"max_seq_lengths": length})]
         ),
     ]
 
@@ -145,10 +146,9 @@ def main() -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
     parser.add_argument("--profile", type=Path, action="append", required=True, help="head scores; called by file name")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text of passages and haystacks")
-    parser.add_argument("--babilong", type=Path, required=True, help="folder with files such as qa1_0k.jsonl")
     parser.add_argument("--cloze-lengths", type=int, nargs="*", default=[512], help="tokens of passages")
     parser.add_argument("--ruler-lengths", type=int, nargs="*", default=[1024], help="tokens of RULER's prompts")
-    parser.add_argument("--babilong-lengths", nargs="*", default=["0k"], help="in the names of BABILong's files")
+    parser.add_argument("--babilong-lengths", nargs="*", default=["0k"], help="as BABILong calls its configurations")
     parser.add_argument("--share", type=float, default=0.5, help="of heads that are full")
     parser.add_argument("--size", default="64+256", help="sinks and recent tokens of the other heads")
     parser.add_argument("--draws", type=int, default=1, help="choices of random heads")
@@ -161,7 +161,7 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     lengths = Lengths(arguments.cloze_lengths, arguments.ruler_lengths, arguments.babilong_lengths)
-    task_groups = groups(str(arguments.text), str(arguments.babilong), lengths)
+    task_groups = groups(str(arguments.text), lengths)
     sink, recent = map(int, arguments.size.split("+"))
     profiles = {path.stem: load_scores(path) for path in arguments.profile}
     head_choices = choices(profiles, [arguments.share], [(sink, recent)], arguments.draws)

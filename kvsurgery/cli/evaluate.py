@@ -60,17 +60,17 @@ def evaluate(
     interrupted run, rerun the same command. The code in DIR is executed: verify it first.
 
     The tasks needle, passkey, perplexity, cloze and ruler are generated, in words that the tokenizer must know. The
-    tasks babilong, infinitebench, longbench, longbench_v2, loogle and scbench read the published data, from files or
-    from the Hub; repoeval and mm_niah read files. scbench reads a context and asks several questions,
-    each on a copy of its cache. mm_niah is for models that read images. mt_bench has no score: the answers of each
-    model are written for a judge. Processes started by torchrun share the samples. With --tp they share the model,
-    which must have been converted for that many processes.
+    task lm_eval asks tasks of lm-eval that generate answers, such as LongBench and InfiniteBench. scbench reads
+    published data, from files or from the Hub, and asks several questions on a context, each on a copy of its cache;
+    repoeval and mm_niah read files. mm_niah is for models that read images. With --ask-later, lm_eval and ruler too
+    read the context before the question is known, so budgets are chosen without it. Processes started by torchrun
+    share the samples. With --tp they share the model, which must have been converted for that many processes.
 
     \b
     kvsurgery eval ./llama3-duo --source ./llama3 --quick
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 4K
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K
-    kvsurgery eval ./llama3-duo --source ./llama3 --tasks longbench --longbench ./LongBench/data --batch 4
+    kvsurgery eval ./llama3-duo --source ./llama3 --tasks lm_eval --lm-eval longbench_hotpotqa --ask-later
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-70b-tp8 --tasks ruler --lengths 128K --tp 8
     """
@@ -137,19 +137,16 @@ def evaluate(
         click.echo(json.dumps(results.to_json(), indent=2))
     else:
         _show(results)
-    check_measured(results.tasks, sum(results.judged.values()))
+    check_measured(results.tasks)
 
 
-def check_measured(tasks: Sequence[TaskResult], judged: int = 0) -> None:
+def check_measured(tasks: Sequence[TaskResult]) -> None:
     """Check that some model answered a sample.
-
-    Args:
-        judged: answered samples of tasks without a score, which have no result.
 
     Raises:
         KVSurgeryError: all samples were left out, of every model.
     """
-    if not judged and not any(cell.scores for task in tasks for cell in task.cells):
+    if not any(cell.scores for task in tasks for cell in task.cells):
         raise KVSurgeryError("nothing was measured: every sample is left out")
 
 

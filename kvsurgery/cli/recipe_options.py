@@ -325,10 +325,8 @@ def in_flags(message: str) -> str:
     names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
     names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
     names += ["how", "base_model", "batches", "rounds", "limit", "seed", "samples", "loss", "lr", "curve", "answers"]
-    names += ["babilong", "infinitebench", "longbench", "longbench_v2", "loogle", "mt_bench", "scbench"]
-    names += [f"{name}_tasks" for name in ("babilong", "infinitebench", "loogle", "mm_niah", "ruler", "scbench")]
-    names += [f"{name}_prompts" for name in ("infinitebench", "longbench", "loogle")]
-    names += ["babilong_lengths", "longbench_datasets", "longbench_extended", "longbench_v2_prompt", "mt_bench_tokens"]
+    names += ["scbench", "mm_niah_tasks", "ruler_tasks", "scbench_tasks", "ask_later"]
+    names += ["lm_eval", "lm_eval_include", "lm_eval_metadata", "lm_eval_plain"]
     names += ["passkey_asked", "passkey_hidden", "passkey_tokens", "delete_others", "overwrite"]
     flags = {name: flag(name) for name in names}
     flags |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked", "new": "--new-tokens"}

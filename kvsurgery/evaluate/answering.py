@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate import decoding
-from kvsurgery.evaluate.sample import Conversation, Sample
+from kvsurgery.evaluate.sample import Sample
 from kvsurgery.metrics.registry import METRICS
 from kvsurgery.text.tokens import text_of
 
@@ -72,7 +72,7 @@ class Respondent:
         prompt, budget = len(sample.tokens), decoding.recompute_budget(self.model)
         if self.shared and budget is not None and prompt > budget:
             return GATHERED_ALONE
-        if (sample.context or sample.conversation) and budget is not None and sample.positions > budget:
+        if sample.context and budget is not None and sample.positions > budget:
             return GATHERED_FIRST
         if budget is not None and not sample.continuation:
             prompt = min(prompt, budget)
@@ -90,8 +90,6 @@ class Respondent:
 
             losses = decoding.mean_nll(self.model, rows, first.continuation, chunk=self.chunk, progress=step)
             return [{**_record(sample), "nll": nll} for sample, nll in zip(batch, losses, strict=True)]
-        if first.conversation:
-            return [self._conversation_record(sample, sample.conversation) for sample in batch if sample.conversation]
         if first.context:
             limits = [sample.limit for sample in batch]
             answers = decoding.later_answers(
@@ -105,21 +103,16 @@ class Respondent:
         )
         return [self._answer_record(sample, tokens) for sample, tokens in zip(batch, answers, strict=True)]
 
-    def _conversation_record(self, sample: Sample, conversation: Conversation) -> dict[str, Any]:
-        """Answers to all turns; the first is the one that is measured, if any is."""
-        answers = decoding.conversation(
-            self.model, self.tokenizer, sample.tokens, conversation.later, sample.limit, chunk=self.chunk
-        )
-        texts = [text_of(self.tokenizer, tokens, skip_special_tokens=True).strip() for tokens in answers]
-        return {**self._answer_record(sample, answers[0]), "turns": texts}
-
     def _answer_record(self, sample: Sample, tokens: list[int]) -> dict[str, Any]:
         """An answer, cut at the sample's own limit and before a text that stops it, with its scores."""
         tokens = tokens[: sample.limit]
         text = text_of(self.tokenizer, tokens, skip_special_tokens=True).lstrip("\n")
         stop_places = (place for stop in sample.stops if (place := text.find(stop)) >= 0)
         text = text[: min(stop_places, default=len(text))].rstrip()
-        scores = {metric: score(metric, sample, text, tokens) for metric in sample.metrics}
+        if sample.grade:
+            scores = dict(sample.grade(text))
+        else:
+            scores = {metric: score(metric, sample, text, tokens) for metric in sample.metrics}
         return {**_record(sample), "answer": text, "tokens": tokens, "scores": scores}
 
 

@@ -61,11 +61,6 @@ class Reading:
             reading.cache = deepcopy(self.cache)
         return reading
 
-    def go_on(self, rows: Sequence[np.ndarray]) -> None:
-        """Read other rows, which begin with what the cache has, answers included."""
-        self._set_rows(rows)
-        self.columns_read = self.cache.get_seq_length()
-
     def feed(self, tokens: int) -> torch.Tensor:
         """Read this many more columns; logits of the last one, float32 [batch, vocabulary]."""
         stop = self.columns_read + tokens
@@ -147,34 +142,6 @@ def later_answers(
     reading.prefill(context, chunk)
     requests = zip(prompts, limits, strict=True)
     return [_read_and_answer(reading.branch([prompt]), tokenizer, limit, stops, chunk)[0] for prompt, limit in requests]
-
-
-@torch.inference_mode()
-def conversation(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: np.ndarray,
-    turns: Sequence[np.ndarray],
-    limit: int,
-    *,
-    chunk: int | None = None,
-) -> list[list[int]]:
-    """Greedy answers to a prompt and to each later turn, which is read after the answer before it on the same cache.
-
-    Args:
-        prompt: int64 [tokens], two or more.
-        turns: int64 [tokens] each, which begin with what ends an answer.
-        limit: tokens of each answer, at most.
-        chunk: as in `answers`.
-    """
-    capacity = len(prompt) + limit + sum(len(turn) + limit for turn in turns)
-    reading = Reading(model, [prompt], len(prompt), capacity)
-    replies = _read_and_answer(reading, tokenizer, limit, (), chunk)
-    for turn in turns:
-        prompt = np.concatenate([prompt, np.array(replies[-1], dtype=np.int64), turn])
-        reading.go_on([prompt])
-        replies += _read_and_answer(reading, tokenizer, limit, (), chunk)
-    return replies
 
 
 def _read_and_answer(

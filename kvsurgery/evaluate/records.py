@@ -58,9 +58,6 @@ def _missing_field(record: Mapping[str, Any], sample: Sample) -> str | None:
     scores = record.get("scores")
     if not isinstance(scores, dict) or not all(map(_is_number, scores.values())) or {*sample.metrics} - {*scores}:
         return "scores"
-    turns = record.get("turns")
-    if sample.conversation and not (isinstance(turns, list) and all(isinstance(text, str) for text in turns)):
-        return "turns"
     return None
 
 

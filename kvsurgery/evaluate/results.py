@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,6 @@ class Results:
         tokens: of the longest sample and its answer.
         kv_bytes, dense_bytes: of the converted and of the original model's KV cache of this many tokens, one sequence;
             None where no converted model was evaluated, and in files of version 0.1.0.
-        left_out: of tasks without a score, samples that some model did not answer, by the reason.
-        judged: of tasks without a score, the number of samples that some model answered.
     """
 
     models: Mapping[str, str]
@@ -114,8 +112,6 @@ class Results:
     tokens: int | None = None
     kv_bytes: int | None = None
     dense_bytes: int | None = None
-    left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    judged: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The same in plain JSON values."""

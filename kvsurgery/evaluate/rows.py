@@ -19,9 +19,9 @@ LONGEST_LINE = 1 << 26  # characters
 LARGEST_FILE = 1 << 28  # bytes, of JSON that is read in one piece
 TYPE_NAMES: dict[type, str] = {str: "text", int: "a whole number", list: "a list of texts"}
 
-OPTION_METRICS = ("chosen_option", "broken_function")  # metrics of rows with four options
+OPTION_METRIC = "chosen_option"  # of rows with four options
 OPTION_FIELDS = tuple(f"OPTION_{letter}" for letter in "ABCD")  # fields of prompts
-NUMERIC_METRICS = ("first_number", "last_number", "number_prefix")  # metrics whose answers are numbers
+NUMERIC_METRIC = "first_number"  # whose answers are numbers
 
 Columns = Mapping[str, type]  # str, int or list (of texts) by name
 
@@ -154,7 +154,7 @@ def option_fields(row: Mapping[str, Any], metric: str, place: str) -> dict[str, 
     Raises:
         TextError: as `four_options`.
     """
-    options = four_options(row, place) if metric in OPTION_METRICS else [""] * len(OPTION_FIELDS)
+    options = four_options(row, place) if metric == OPTION_METRIC else [""] * len(OPTION_FIELDS)
     return dict(zip(OPTION_FIELDS, options, strict=True))
 
 
@@ -172,13 +172,13 @@ def right_answers(row: Mapping[str, Any], metric: str, place: str) -> tuple[str,
     while isinstance(answer, list) and len(answer) == 1:
         [answer] = answer
     answers = tuple(map(str, answer)) if isinstance(answer, list) else () if answer is None else (str(answer),)
-    if metric in OPTION_METRICS:
+    if metric == OPTION_METRIC:
         options = four_options(row, place)
         if not answers or answers[0] not in options:
             raise TextError(f'{place}: "answer" must be one of "options"')
         return (answers[0], "ABCD"[options.index(answers[0])])
-    if not answers or (metric in NUMERIC_METRICS and not all(re.fullmatch(r"-?\d+(\.\d+)?", text) for text in answers)):
-        raise TextError(f'{place}: "answer" must be {"numbers" if metric in NUMERIC_METRICS else "texts"}')
+    if not answers or (metric == NUMERIC_METRIC and not all(re.fullmatch(r"-?\d+(\.\d+)?", text) for text in answers)):
+        raise TextError(f'{place}: "answer" must be {"numbers" if metric == NUMERIC_METRIC else "texts"}')
     return answers
 
 

@@ -25,7 +25,6 @@ from kvsurgery.evaluate.checkpoint import (
     reader_of,
 )
 from kvsurgery.evaluate.held import with_kv_bytes
-from kvsurgery.evaluate.judging import write_judged
 from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.records import (
     check_settings,
@@ -38,7 +37,7 @@ from kvsurgery.evaluate.records import (
 from kvsurgery.evaluate.results import CONVERTED, FILE, SAMPLES, SETTINGS, Results, read_settings
 from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, distinct, limited_samples
 from kvsurgery.evaluate.standing import Steps, standing
-from kvsurgery.evaluate.statistics import skip_counts, task_result
+from kvsurgery.evaluate.statistics import task_result
 from kvsurgery.evaluate.trial import Trial, needs_choice
 from kvsurgery.system.files import write_whole
 from kvsurgery.system.json_lines import append_lines, lines
@@ -252,10 +251,7 @@ class Evaluation:
         answers = {role: self.answers(name) for role, name in models.items()}
         model_entries = {role: settings["models"][name] for role, name in models.items()}
         by_metric: dict[tuple[str, str], list[Sample]] = {}
-        unscored: dict[str, list[Sample]] = {}
         for sample in self.samples:
-            if not sample.metrics:
-                unscored.setdefault(sample.task, []).append(sample)
             for metric in sample.metrics:
                 by_metric.setdefault((sample.task, metric), []).append(sample)
         return Results(
@@ -268,13 +264,6 @@ class Evaluation:
                 task_result(task, metric, samples, answers, self.options.seed)
                 for (task, metric), samples in by_metric.items()
             ),
-            left_out={task: counts for task, samples in unscored.items() if (counts := skip_counts(samples, answers))},
-            judged={
-                task: sum(
-                    any("skipped" not in records[sample.key] for records in answers.values()) for sample in samples
-                )
-                for task, samples in unscored.items()
-            },
         )
 
     def _path(self, name: str) -> Path:
@@ -362,6 +351,4 @@ def evaluate(
                 results = with_kv_bytes(results, models[CONVERTED], *cache_arguments)
             if evaluation.processes.rank == 0:
                 results.save(evaluation.folder)
-                answers = {name: evaluation.answers(name) for name in models}
-                write_judged(evaluation.folder, evaluation.samples, answers, note)
         return results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -44,21 +44,6 @@ class Reader:
 
 
 @dataclass(frozen=True, eq=False)
-class Conversation:
-    """The turns of a user: each is read after the answer to the one before, on the same cache.
-
-    Attributes:
-        turns: texts, the first of which is in the sample's tokens.
-        later: int64 [tokens] of each turn after the first.
-        reference: right answers to turns, for a judge; there may be none.
-    """
-
-    turns: tuple[str, ...]
-    later: tuple[np.ndarray, ...]
-    reference: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
 class Sample:
     """One question: what is read, what is right, and how an answer is measured.
 
@@ -69,7 +54,7 @@ class Sample:
         task: such as "needle" or "ruler/niah_single_1": what is averaged and shown together.
         name: its own within the task, the same in every run: "4096/0.50/2".
         tokens: int64 [tokens], all that is read.
-        metric: a key of `METRICS`, "token_accuracy" or "perplexity". None: answers are for a judge, without a score.
+        metric: a key of `METRICS`, of what `grade` gives, "token_accuracy" or "perplexity".
         answers: what is right; what several mean is up to the metric.
         choices: what there is to choose from, for metrics that look for more than what is right.
         limit: tokens of an answer at most.
@@ -79,15 +64,15 @@ class Sample:
         facts: by which results are shown: {"tokens": 4096, "depth": 0.5}. JSON values.
         stops: texts that end an answer, besides the model's end tokens.
         also: further metrics of the answer; each gives a result of its own.
-        conversation: of several turns, each with an answer of up to `limit` tokens.
         answer_tokens: for "token_accuracy", what is right token by token, int64 [limit].
         images: where the prompt has some, what the tokens were made from.
+        grade: gives the scores of an answer by metric. None: metrics are keys of `METRICS`.
     """
 
     task: str
     name: str
     tokens: np.ndarray
-    metric: str | None
+    metric: str
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     limit: int = 0
@@ -96,9 +81,9 @@ class Sample:
     facts: Mapping[str, Any] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    conversation: Conversation | None = None
     answer_tokens: np.ndarray | None = None
     images: ImagePrompt | None = None
+    grade: Callable[[str], Mapping[str, float]] | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -117,13 +102,12 @@ class Sample:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Every metric of its answer."""
-        return (*([self.metric] if self.metric else []), *self.also)
+        return (self.metric, *self.also)
 
     @property
     def positions(self) -> int:
-        """The most tokens in the cache after the last answer."""
-        later_turns = self.conversation.later if self.conversation else ()
-        return len(self.tokens) + self.limit + sum(len(turn) + self.limit for turn in later_turns)
+        """The most tokens in the cache after the answer."""
+        return len(self.tokens) + self.limit
 
 
 def batched(samples: Sequence[Sample], size: int) -> list[list[Sample]]:

@@ -13,7 +13,7 @@ from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.output import check_space
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.display.progress import Progress, silent
-from kvsurgery.errors import KVSurgeryError, OutputError, PolicyError
+from kvsurgery.errors import OutputError, PolicyError
 from kvsurgery.evaluate.held import LongestSample
 from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
@@ -151,10 +151,6 @@ def sweep(
             distinct_settings.setdefault(setting.answers, setting)
     with started_evaluation(folder, grid.source, tasks, options, device, progress, note, FILE) as evaluation:
         processes, [first_setting, *_] = evaluation.processes, distinct_settings.values()
-        if not any(sample.metrics for sample in evaluation.samples):
-            raise KVSurgeryError(
-                "these tasks have no score to compare settings by; give others, or use `kvsurgery eval`"
-            )
         with processes.first():
             if any(map(evaluation.missing, distinct_settings)):
                 check_space(evaluation.folder, first_setting.prepared.checkpoint.size)

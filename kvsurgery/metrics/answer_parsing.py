@@ -1,4 +1,4 @@
-"""Metrics that read one letter, number or word out of an answer, as LongBench v2 and InfiniteBench do: 0 or 1."""
+"""Metrics that read one letter, number or word out of an answer, as SCBench and LooGLE do."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 LETTERS = "ABCD"
-
-
-def stated_letter(answer: str, references: Sequence[str]) -> float:
-    """1 if "The correct answer is" is followed by the right letter, in parentheses or without (LongBench v2)."""
-    answer = answer.replace("*", "")
-    matches = (re.search(rf"The correct answer is {form}", answer) for form in (r"\(([A-D])\)", "([A-D])"))
-    return float(next((match[1] for match in matches if match), None) in references)
 
 
 def chosen_option(answer: str, references: Sequence[str]) -> float:
@@ -36,20 +29,6 @@ def chosen_option(answer: str, references: Sequence[str]) -> float:
     return float(next((word in references for word in answer.split() if word in LETTERS), False))
 
 
-def broken_function(answer: str, references: Sequence[str]) -> float:
-    """1 if an answer begins with the right letter, or states it or the function's name (InfiniteBench, Code.Debug).
-
-    Args:
-        references: the function's name and its letter.
-    """
-    answer, (_, letter) = answer.strip(), references
-    if answer[:2] in (f"{letter}.", f"{letter}:"):
-        return 1.0
-    answer = _without(re.sub("[Oo]ption", " ", answer), "\n`'\"-*")
-    statement = _text_after(answer, ("answer is:", "is:", "answer:", "correct option is:"))
-    return float(statement is not None and statement.startswith(tuple(references)))
-
-
 def first_digits(answer: str, references: Sequence[str]) -> float:
     """1 if the first digits said are the right ones (InfiniteBench, passkeys and strings of digits)."""
     match = re.search("[0-9]+", answer)
@@ -66,36 +45,9 @@ def first_number(answer: str, references: Sequence[str]) -> float:
     )
 
 
-def last_number(answer: str, references: Sequence[str]) -> float:
-    """1 if the last word said is the right integer (InfiniteBench, Code.Run)."""
-    words = _without(answer, "\n.`'\":").split()
-    match = re.fullmatch("[+-]?[0-9]+", words[-1]) if words else None
-    return float(match is not None and _same_integer(match[0].removeprefix("+"), references[0]))
-
-
-def number_prefix(answer: str, references: Sequence[str]) -> float:
-    """Share of the numbers that are right before the first wrong one, signs aside (InfiniteBench, Math.Calc)."""
-    correct = 0
-    for digits, number in zip(re.findall("[0-9]+", answer), references, strict=False):
-        if not _same_integer(digits, number):
-            break
-        correct += 1
-    return correct / len(references)
-
-
 def says(answer: str, references: Sequence[str]) -> float:
     """1 if the right answer is said somewhere, as it stands (SCBench, retrieval of strings)."""
     return float(references[0] in answer)
-
-
-def among_words(answer: str, references: Sequence[str]) -> float:
-    """1 if the right answer is among the words said (InfiniteBench, Retrieve.KV)."""
-    return float(references[0] in _words(answer))
-
-
-def among_names(answer: str, references: Sequence[str]) -> float:
-    """1 if the first of several names is among the words said, in capitals (InfiniteBench, dialogues)."""
-    return float(references[0] in _words(answer.upper()))
 
 
 def cloze_exact(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:

@@ -6,10 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from difflib import SequenceMatcher
 from itertools import product
-
-from kvsurgery.errors import KVSurgeryError
 
 ARTICLE = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -32,13 +29,8 @@ def first_words(answer: str, reference: str) -> float:
 
 
 def qa_f1(answer: str, reference: str) -> float:
-    """Word F1 of an answer, 0 to 1, as LongBench and SQuAD count: without case, punctuation and articles."""
+    """Word F1 of an answer, 0 to 1, as SQuAD counts: without case, punctuation and articles."""
     return _f1(_qa_words(answer), _qa_words(reference))
-
-
-def qa_f1_zh(answer: str, reference: str) -> float:
-    """`qa_f1` of Chinese, in the words that jieba finds; articles count."""
-    return _f1(_qa_words_zh(answer), _qa_words_zh(reference))
 
 
 def rouge1_recall(answer: str, reference: str) -> float:
@@ -47,18 +39,12 @@ def rouge1_recall(answer: str, reference: str) -> float:
     return (answer_words & reference_words).total() / max(1, reference_words.total())
 
 
-def rouge_l(answer: str, reference: str) -> float:
-    """ROUGE-L F1 of summaries (Lin 2004, section 3.2), as LongBench counts with the `rouge` package.
+def rouge_l_recall(answer: str, reference: str) -> float:
+    """ROUGE-L recall, as LooGLE counts with the `rouge` package.
 
     There a sentence ends with a period, words are what is between spaces, and each counts once: of the different words
-    of either text, those that are in the longest common subsequence of some two sentences.
+    of `reference`, those that are in the longest common subsequence of some two sentences.
     """
-    common = _common_words(answer, reference)
-    return 2 * len(common) / (len(_distinct_words(answer)) + len(_distinct_words(reference))) if common else 0.0
-
-
-def rouge_l_recall(answer: str, reference: str) -> float:
-    """ROUGE-L recall, as LooGLE counts with the `rouge` package: the words of `rouge_l`, of those of `reference`."""
     return len(_common_words(answer, reference)) / max(1, len(_distinct_words(reference)))
 
 
@@ -66,11 +52,6 @@ def distinct_word_recall(answer: str, reference: str) -> float:
     """ROUGE-1 recall, as LooGLE counts with the `rouge` package: of the different words of `reference`, those said."""
     reference_words = _distinct_words(reference)
     return len(_distinct_words(answer) & reference_words) / max(1, len(reference_words))
-
-
-def rouge_l_zh(answer: str, reference: str) -> float:
-    """`rouge_l` of Chinese, in the words that jieba finds."""
-    return rouge_l(" ".join(chinese_words(answer)), " ".join(chinese_words(reference)))
 
 
 def rouge_l_sum(answer: str, reference: str) -> float:
@@ -104,36 +85,6 @@ def character_f1_zh(answer: str, reference: str) -> float:
     return _f1([*answer], [*reference])
 
 
-def code_similarity(answer: str, reference: str) -> float:
-    """How alike a line of code is, in steps of 0.01 (LongBench): of the first line without backticks or a comment."""
-    lines = answer.lstrip("\n").split("\n")
-    line = next((line for line in lines if not re.search("`|#|//", line)), "")
-    return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100
-
-
-def number_share(answer: str, reference: str) -> float:
-    """Share of the numbers said that are the one in `reference`: LongBench's count and retrieval scores."""
-    numbers = re.findall(r"\d+", answer)
-    return sum([number] == re.findall(r"\d+", reference)[:1] for number in numbers) / max(1, len(numbers))
-
-
-def classification(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    """1 / the classes that the first line names if the right one is among them (LongBench).
-
-    A class that is a part of the right one's name is not counted.
-
-    Args:
-        references: right classes; the best counts.
-        choices: all classes.
-    """
-    named_classes = [choice for choice in choices if choice in first_line(answer)]
-    right_classes = [reference for reference in references if reference in named_classes]
-    shares = (
-        1 / sum(reference == name or name not in reference for name in named_classes) for reference in right_classes
-    )
-    return max(shares, default=0.0)
-
-
 def string_match_all(answer: str, references: Sequence[str]) -> float:
     """Share of the answers that are said somewhere, without case (RULER)."""
     return sum(reference.lower() in answer.lower() for reference in references) / len(references)
@@ -144,51 +95,8 @@ def string_match_part(answer: str, references: Sequence[str]) -> float:
     return float(any(reference.lower() in answer.lower() for reference in references))
 
 
-def babilong(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    """1 if the first sentence names the answers and none of the other labels, without case (BABILong).
-
-    A label in another word counts, as it does there.
-
-    Args:
-        references: the right labels, all of which must be named.
-        choices: all labels that the question does not name.
-    """
-    sentence = re.split(r"\.|<context>|<example>", answer.lower())[0]
-    return float({choice for choice in choices if choice in sentence} == {*references})
-
-
-def require_jieba() -> None:
-    """Check that jieba is installed, which finds the words of Chinese text.
-
-    Raises:
-        KVSurgeryError: it is not.
-    """
-    try:
-        import jieba  # noqa: F401
-    except ImportError as error:
-        raise KVSurgeryError("answers in Chinese need jieba: pip install 'kvsurgery[eval]'") from error
-
-
-def chinese_words(text: str) -> list[str]:
-    """Words of Chinese text.
-
-    Raises:
-        KVSurgeryError: jieba is not installed.
-    """
-    require_jieba()
-    import jieba
-
-    jieba.setLogLevel("WARNING")
-    return jieba.lcut(text)
-
-
 def _qa_words(text: str) -> list[str]:
     return ARTICLE.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
-
-
-def _qa_words_zh(text: str) -> list[str]:
-    words = ("".join(word.lower().translate(NO_CHINESE_PUNCTUATION).split()) for word in chinese_words(text))
-    return [word for word in words if word]
 
 
 def _f1(answer: list[str], reference: list[str]) -> float:
@@ -232,8 +140,3 @@ def _common_words(answer: str, reference: str) -> set[str]:
     takes the texts the other way round."""
     pairs = product(_sentences(answer), _sentences(reference))
     return {one[place] for one, other in pairs for place in _common_places(one, other)}
-
-
-def first_line(answer: str) -> str:
-    """The first line of a text that is not empty."""
-    return answer.lstrip("\n").split("\n")[0]

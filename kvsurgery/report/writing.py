@@ -122,6 +122,6 @@ def short_name(source: str) -> str:
 
 def _skipped(results: Results) -> Iterator[tuple[str, str, int]]:
     """Tasks, reasons and numbers of samples, once for a task with several metrics."""
-    for task, counts in {**{task.task: task.skipped for task in results.tasks}, **results.left_out}.items():
+    for task, counts in {task.task: task.skipped for task in results.tasks}.items():
         for reason, count in counts.items():
             yield task, reason, count

@@ -40,36 +40,25 @@ def around_turn(
     return before, after
 
 
-def turn_with_context(tokenizer: PreTrainedTokenizerBase, context: str, question: str) -> tuple[np.ndarray, np.ndarray]:
+def turn_with_context(
+    tokenizer: PreTrainedTokenizerBase, context: str, question: str, lead: str = "", *, chat: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """int64 [tokens] each: a user's turn in two parts, of which the first is the same whatever is asked in the second.
+
+    Args:
+        lead, chat: as in `turn_tokens`.
 
     Raises:
         UnsupportedModel: the template cannot be used.
     """
-    frame = around_turn(tokenizer)
+    frame = around_turn(tokenizer) if chat else None
     if frame is None:
-        token_lists = first_tokens(tokenizer) + token_ids(tokenizer, context), token_ids(tokenizer, question)
+        token_lists = first_tokens(tokenizer) + token_ids(tokenizer, context), token_ids(tokenizer, question + lead)
     else:
         before, after = frame
-        token_lists = token_ids(tokenizer, before + context), token_ids(tokenizer, question + after)
+        token_lists = token_ids(tokenizer, before + context), token_ids(tokenizer, question + after + lead)
     context_tokens, question_tokens = (np.array(tokens, dtype=np.int64) for tokens in token_lists)
     return context_tokens, question_tokens
-
-
-def between_turns(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the chat template puts between an answer and the next of a user's turns.
-
-    Raises:
-        UnsupportedModel: there is no template, or it does not show turns as they are.
-    """
-    names = ("user", "assistant", "user")
-    turns = [{"role": role, "content": f"{CONTENT}{number}"} for number, role in enumerate(names)]
-    prompt = _fill_template(tokenizer, turns) if tokenizer.chat_template else ""
-    _, answer, rest = prompt.partition(f"{CONTENT}1")
-    between, question, _ = rest.partition(f"{CONTENT}2")
-    if not answer or not question:
-        raise UnsupportedModel("a conversation needs a chat template that shows its turns as they are")
-    return between
 
 
 def turn_tokens(tokenizer: PreTrainedTokenizerBase, content: str, lead: str = "", *, chat: bool = True) -> np.ndarray:

@@ -35,7 +35,7 @@ def test_models_answer_once_and_the_same_questions(tmp_path: Path, monkeypatch: 
 
 def test_prompts_have_a_group_for_each_length() -> None:
     lengths = benchmark.Lengths([], [1024, 2048], ["0k"])
-    headings = [group.heading for group in benchmark.groups("text.txt", "babilong", lengths)]
+    headings = [group.heading for group in benchmark.groups("text.txt", lengths)]
     assert headings == ["RULER, 1,024 tokens", "RULER, 2,048 tokens", "BABILong, 0k"]
 
 

@@ -61,7 +61,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[click.C
 def test_help_offers_a_new_tasks_settings(command: click.Command) -> None:
     text = " ".join(CliRunner().invoke(command, ["--help-all"]).output.split())
     assert f"Any of {', '.join(sorted(tasks.task_classes()))}." in text
-    assert "Any of babilong, cloze, counting, " in text
+    assert "Any of cloze, counting, " in text
     assert "counting: --counting-most INTEGER RANGE The number to count to. [default: 7]" in text
     assert "cloze, counting, needle, passkey, perplexity, ruler: --lengths LIST Prompt lengths in tokens." in text
     assert (

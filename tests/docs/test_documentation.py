@@ -32,7 +32,14 @@ from tests.helpers.command import done
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
 # options of lm_eval, of which pages speak
-OF_LM_EVAL = {"--apply_chat_template", "--confirm_run_unsafe_code", "--include_path", "--metadata", "--model_args"}
+OF_LM_EVAL = {
+    "--apply_chat_template",
+    "--confirm_run_unsafe_code",
+    "--include_path",
+    "--metadata",
+    "--model_args",
+    "--use_cache",
+}
 OF_VLLM = {
     "--disable-hybrid-kv-cache-manager",
     "--kv-cache-dtype",

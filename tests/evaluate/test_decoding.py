@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.evaluate.checkpoint import load
-from kvsurgery.evaluate.decoding import LAST_TOKENS, answers, conversation, later_answers, mean_nll
+from kvsurgery.evaluate.decoding import LAST_TOKENS, answers, later_answers, mean_nll
 from kvsurgery.evaluate.sample import SHORT_ANSWER
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
@@ -165,17 +165,6 @@ def test_budgeted_heads_choose_before_a_later_question_is_known(budgeted):
     asked = 4
     found = [later_answers(model, SPELLING, [row], [task.VALUES], len(row) - asked)[0] for row in tokens.numpy()]
     assert sum(said == values for said, values in zip(found, right.tolist(), strict=True)) < len(tokens)
-
-
-@pytest.mark.parametrize("limit", [3, SHORT_ANSWER + 1])
-def test_a_later_turn_is_read_after_the_answer_before_it(limit, stock, all_full):
-    """Whether the answer ended by itself or at the limit."""
-    turns, expected, row = [PROMPTS[1][:5], PROMPTS[2][:4]], [], PROMPTS[0]
-    for turn in [[], *turns]:
-        row = np.concatenate([row, [*expected[-1:], []][0], turn]).astype(np.int64)
-        expected.append(naive(stock["llama"], row, limit))
-    for model in (stock["llama"], load(all_full("llama").folder, device="cpu")):
-        assert conversation(model, SPELLING, PROMPTS[0], turns, limit) == expected
 
 
 @pytest.mark.parametrize("chunk", [None, 16])

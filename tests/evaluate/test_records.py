@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvsurgery.errors import KVSurgeryError, OutputError, cut
 from kvsurgery.evaluate.records import check_settings, write_settings
 from kvsurgery.evaluate.runner import Evaluation, Options
-from kvsurgery.evaluate.sample import Conversation, Sample
+from kvsurgery.evaluate.sample import Sample
 from kvsurgery.system.json_lines import append_lines, lines, read_lines
 
 RECORDS = [{"task": "needle", "sample": str(number), "answer": "so und\u2028 so\r\n\x0b — \x85"} for number in range(3)]
@@ -47,12 +47,10 @@ TOKENS = np.zeros(8, dtype=np.int64)
 SAMPLES = (
     Sample("needle", "0", TOKENS, "qa_f1", also=("exact_match",)),
     Sample("text", "0", TOKENS, "perplexity", continuation=4),
-    Sample("talk", "0", TOKENS, None, conversation=Conversation(("a", "b"), (TOKENS,))),
 )
-NEEDLE, TEXT, TALK = (
+NEEDLE, TEXT = (
     {"task": "needle", "sample": "0", "scores": {"qa_f1": 0.5, "exact_match": 1}},
     {"task": "text", "sample": "0", "nll": 1.5},
-    {"task": "talk", "sample": "0", "scores": {}, "turns": ["a", "b"]},
 )
 
 
@@ -63,8 +61,8 @@ def answers(folder, *records):
 
 def test_answers_are_found_by_their_sample(tmp_path):
     skipped = {"task": "needle", "sample": "0", "skipped": "out of memory"}
-    assert answers(tmp_path, NEEDLE, TEXT, TALK) == {
-        sample.key: record for sample, record in zip(SAMPLES, (NEEDLE, TEXT, TALK), strict=True)
+    assert answers(tmp_path, NEEDLE, TEXT) == {
+        sample.key: record for sample, record in zip(SAMPLES, (NEEDLE, TEXT), strict=True)
     }
     assert answers(tmp_path, skipped)["needle", "0"] == skipped
 
@@ -92,7 +90,6 @@ def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path, loss):
         ({**NEEDLE, "skipped": ["x"]}, '"skipped" is missing'),
         ({**TEXT, "nll": "1"}, '"nll" is missing'),
         ({**NEEDLE, "task": "text"}, '"nll" is missing'),
-        ({**TALK, "turns": 3}, '"turns" is missing'),
     ],
 )
 def test_a_record_that_is_no_answer_is_named(tmp_path, record, words):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader
+from kvsurgery.evaluate.tasks.ruler import puzzles
 from kvsurgery.evaluate.tasks.ruler import task as ruler
 from kvsurgery.evaluate.tasks.ruler.puzzles import NOISE, WORDS, frequent_words
 from kvsurgery.evaluate.tasks.ruler.task import NIAH, RulerTask
@@ -23,7 +24,8 @@ from tests.evaluate.ruler_samples import MADE, MANY, reader, samples, texts
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "ruler"
-PAIR = re.compile(r"Register: (\S+) has the (\w+) (\S+)\.")
+PAIR = re.compile(r"One of the special magic (\w+)s for (\S+) is: (\S+)\.")
+ASKED = re.compile(r"\nWhat (is|are all) the special magic (\w+) for (.+) mentioned in the provided text\?")
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 
@@ -31,20 +33,23 @@ def solve(task, text):
     """The answer, as whoever reads the text finds it."""
     if task.startswith("niah"):
         found = {}
-        for key, _, value in PAIR.findall(text):
+        for _, key, value in PAIR.findall(text):
             found.setdefault(key, set()).add(value)
-        asked = re.search(r"does the register have for (.+)\?", text)[1]
+        asked = ASKED.search(text)[3]
         return {value for key in re.split(", and |, ", asked) for value in found[key]}
-    *_, context, asked = text.split("\n\n")
+    begin = {"vt": "Memorize and track", "cwe": "Below is a numbered list", "fwe": "Read the following coded text"}[
+        task
+    ]
+    context, _, asked = text[text.rindex(begin) :].partition("\nQuestion: ")
     if task == "vt":
-        value, assigned = re.search(r"have the value (\d+) after", asked)[1], {}
-        for name, origin in re.findall(r"LET (\w+) = (\w+)", context):
+        value, assigned = re.search(r"assigned the value (\d+) in", asked)[1], {}
+        for name, origin in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", context):
             assigned[name] = assigned.get(origin, origin)
         return {name for name, origin in assigned.items() if origin == value}
     if task == "cwe":
         counts = Counter(re.findall(r"\d+\. (\S+)", context))
     else:
-        counts = Counter(word for word in context.split() if word != "...")
+        counts = Counter(word for word in context.partition("coded words. ")[2].split() if word != "...")
     common = counts.most_common()
     place = 10 if task == "cwe" else 3
     assert common[place - 1][1] > common[place][1]
@@ -143,14 +148,16 @@ class TestNiah:
         found = PAIR.findall(text)
         assert len(found) == pairs if pairs else len(found) > 10
         assert len(sample.answers) == answers
-        keys = len({key for key, _, _ in found})
+        keys = len({key for _, key, _ in found})
         assert keys == (1 if task == "niah_multivalue" else len(found))
-        assert {said for _, said, _ in found} == {kind}
+        assert {said for said, _, _ in found} == {kind}
         shape = {"number": r"\d{7}", "uuid": UUID.pattern}[kind]
         assert all(re.fullmatch(shape, value) for _, _, value in found)
         kinds = f"{kind}s" if answers > 1 else kind
-        asked = re.search(rf"Which {kinds} does the register have for (.+)\?", text)[1]
-        assert text.endswith(f"? For {asked} the register has the {kinds}")
+        many, said, asked = ASKED.search(text).groups()
+        verb = "are" if answers > 1 else "is"
+        assert (many.partition(" ")[0], said) == (verb, kinds)
+        assert text.endswith(f"? The special magic {kinds} for {asked} mentioned in the provided text {verb}")
         assert (sample.limit, sample.metric) == (128, "string_match_all")
 
     @pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multikey_2"])
@@ -169,7 +176,7 @@ class TestNiah:
         (tmp_path / "essay.txt").write_text("Every road leads home. " * 300)
         [text] = texts(reader(), (1000,), ("niah_single_2",), text=str(tmp_path / "essay.txt"))
         assert text.count("Every road leads home.") > 50
-        left = PAIR.sub("", text.split("\n\n")[1])
+        left = PAIR.sub("", text.split("\n")[1])
         assert set(re.sub(r"[^\w ]", " ", left).split()) == {"Every", "road", "leads", "home"}
         with pytest.raises(TextError, match=r"essay.txt has .* tokens, 9000 are needed; give a longer text"):
             texts(reader(), (9000,), ("niah_single_2",), text=str(tmp_path / "essay.txt"))
@@ -182,41 +189,73 @@ class TestNiah:
         [ours] = texts(reader(), (4096,), ("niah_multikey_3",))
         sizes = []
         for text, answers in ((row["input"], row["outputs"]), (ours, solve("niah_multikey_3", ours))):
-            *lines, question = text.split("\n")
-            needles = dict(pair for line in lines if len(pair := UUID.findall(line)) == 2)
-            [key] = {*UUID.findall(question)}
-            assert [needles[key]] == [*answers]
-            sizes.append(len(needles))
-        # what is said around a key and its value takes a few tokens more or less
+            assert solve("niah_multikey_3", text) == set(answers)
+            sizes.append(len(PAIR.findall(text)))
         assert 0.7 < sizes[0] / sizes[1] < 1.3
+        # but for the ids, every line and the answer's beginning
+        lines, published = ({*UUID.sub("ID", text.removeprefix("<s>")).split("\n")} for text in (ours, row["input"]))
+        assert published <= lines
+        assert {*" ".join(lines - published).split()} <= {*NOISE.split()}  # which fills up what is left
 
 
-def halves(text):
-    """An example and the question after it, which have three parts each."""
-    parts = text.split("\n\n")
-    assert len(parts) == 6
-    return "\n\n".join(parts[:3]), "\n\n".join(parts[3:])
+def test_templates_are_those_of_another_implementation():
+    """lm-eval's copies of NVIDIA's; the fields have other names."""
+    pytest.importorskip("lm_eval.tasks.ruler.vt_utils", reason="pip install 'kvsurgery[eval]'", exc_type=ImportError)
+    from lm_eval.tasks.ruler import cwe_utils, fwe_utils, qa_utils, vt_utils
+
+    tracking = vt_utils.CONFIG["variable_tracking"]
+    fields = {"context": "A", "query": "B", "num_v": 5}
+    for theirs, ours in (
+        (vt_utils.TEMPLATE, puzzles.TRACKING_CONTEXT + puzzles.TRACKING_QUESTION + puzzles.TRACKING_LEAD),
+        (cwe_utils.TEMPLATE, puzzles.COMMON_CONTEXT + puzzles.COMMON_QUESTION + puzzles.COMMON_LEAD),
+        (fwe_utils.TEMPLATE, puzzles.FREQUENT_CONTEXT + puzzles.FREQUENT_QUESTION + puzzles.FREQUENT_LEAD),
+        (qa_utils.TEMPLATE, puzzles.DOCUMENTS_CONTEXT + puzzles.DOCUMENTS_QUESTION),
+    ):
+        assert ours.format(context="A", value="B", question="B", count=5) == theirs.format(**fields).rstrip()
+    assert tracking["tokens_to_generate"] == ruler.LIMITS["vt"]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("task", MADE)
+def test_questions_come_after_the_text_where_they_come_later(task, chat):
+    whom = reader(chat=chat)
+    for length in (1300, 4200):
+        [known] = samples(whom, (length,), (task,))
+        [later] = samples(whom, (length,), (task,), ask_later=True)
+        assert known.context == 0
+        assert later.answers == known.answers
+        assert 0.99 * length <= len(later.tokens) + later.limit <= length
+        before, after = (whom.tokenizer.decode(part) for part in np.split(later.tokens, [later.context]))
+        assert after.startswith("\nWhat " if task in NIAH else "\nQuestion: ")
+        assert solve(task, before + after) == set(later.answers)
+        assert len(after) < 500
+
+
+def halves(text, begin):
+    """An example and the question after it."""
+    place = text.rindex(begin)
+    return text[:place], text[place:]
 
 
 def test_variables_are_tracked_after_an_example():
     [text] = texts(reader(), (5000,), ("vt",))
-    example, asked = halves(text)
+    example, asked = halves(text, "Memorize and track")
     assert example.count(NOISE) == 15
-    assert solve("vt", example) == set(example.split("5 variables: ")[1].split())
-    assert len(re.findall("LET [A-Z]{3} =", example)) == len(re.findall("LET [A-Z]{5} =", asked)) == 5
-    assert re.search(r"The value \d{5} is that of 5 variables:$", text)
+    assert solve("vt", example) == set(example.split("they are: ")[1].split())
+    assert len(re.findall("VAR [A-Z]{3} =", example)) == len(re.findall("VAR [A-Z]{5} =", asked)) == 5
+    assert re.search(r"5 variables are assgined the value \d{5}, they are:$", text)
     [short] = texts(reader(), (1000,), ("vt",))
-    assert halves(short)[0].count(NOISE) == 5
+    assert halves(short, "Memorize and track")[0].count(NOISE) == 5
 
 
 @pytest.mark.parametrize(("length", "example", "often", "seldom"), [(3000, (3, 1), 6, 1), (4096, (10, 3), 30, 3)])
 def test_common_words_are_common(length, example, often, seldom):
     [text] = texts(reader(), (length,), ("cwe",))
-    first, second = halves(text)
+    first, second = halves(text, "Below is a numbered list")
     _, _, said = first.partition("Answer:")
     assert solve("cwe", first) == set(re.findall(r"\d+\. (\S+)", said))
     for part, (many, few) in ((first, example), (second, (often, seldom))):
-        counts = Counter(re.findall(r"\d+\. (\S+)", part.split("\n\n")[1])).most_common()
+        counts = Counter(re.findall(r"\d+\. (\S+)", part.partition("\nQuestion")[0])).most_common()
         assert {count for _, count in counts[:10]} == {many}
         assert {count for _, count in counts[10:-1]} == {few}
         assert counts[-1][1] <= few
@@ -225,7 +264,7 @@ def test_common_words_are_common(length, example, often, seldom):
 def test_three_coded_words_are_more_frequent_than_the_others_at_any_size():
     puzzle = frequent_words(random.Random(0), 4096)
     for size in range(puzzle.min_units, 300):
-        assert solve("fwe", puzzle.write(size, 0)) == set(puzzle.answers)
+        assert solve("fwe", puzzle.write(size, 0) + puzzle.question) == set(puzzle.answers)
 
 
 def test_lists_that_there_are_not_words_enough_for():
@@ -259,7 +298,7 @@ def test_a_model_that_does_not_know_the_words():
 
 def test_a_chat_model_begins_its_answer():
     [text] = texts(reader(chat=True), (1000,), ("niah_single_1",))
-    assert re.search(rf"\?</s>\n{re.escape(TURN)}assistant\n For \S+ the register has the number$", text)
+    assert re.search(rf"\?</s>\n{re.escape(TURN)}assistant\n The special magic number for \S+ mentioned", text)
 
 
 def test_words_are_no_part_of_each_other():

@@ -53,7 +53,7 @@ class Plain:
     def samples(self, reader, limit=None):
         for length in self.lengths[:limit]:
             tokens = np.full(length, 20, dtype=np.int64)
-            yield Sample("plain", str(length), tokens, "qa_f1", answers=("a",), limit=self.limit)
+            yield Sample("plain", str(length), tokens, "exact_match", answers=("a",), limit=self.limit)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ class Later:
                 facts = {"question": asked}
                 name = f"{context}/{asked}"
                 yield Sample(
-                    "later", name, tokens, "qa_f1", answers=("a",), limit=3 + asked, context=context, facts=facts
+                    "later", name, tokens, "exact_match", answers=("a",), limit=3 + asked, context=context, facts=facts
                 )
 
 
@@ -265,7 +265,7 @@ class Uneven:
     def samples(self, reader, limit=None):
         for number in range(4):
             tokens = np.arange(20, 50, dtype=np.int64)
-            yield Sample("uneven", str(number), tokens, "qa_f1", answers=("a",), limit=1 + 2 * number)
+            yield Sample("uneven", str(number), tokens, "exact_match", answers=("a",), limit=1 + 2 * number)
 
 
 def test_samples_of_a_batch_have_their_own_limits(tmp_path):

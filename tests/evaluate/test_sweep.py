@@ -6,7 +6,7 @@ import csv
 import json
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +19,6 @@ from kvsurgery.evaluate import runner
 from kvsurgery.evaluate import sweep as sweeping
 from kvsurgery.evaluate.results import Interval, TaskResult
 from kvsurgery.evaluate.runner import Options
-from kvsurgery.evaluate.sample import Sample
 from kvsurgery.evaluate.sweep import Grid, sweep
 from kvsurgery.evaluate.sweep_results import Point, Sweep
 from kvsurgery.evaluate.tasks.needle import NeedleTask
@@ -64,18 +63,6 @@ def swept(language, tmp_path_factory):
     """One run through: folder and results."""
     folder = tmp_path_factory.mktemp("swept") / "sweep"
     return folder, run(folder, language)
-
-
-def test_answers_without_a_score_are_refused_before_they_are_computed(tmp_path, done):
-    @dataclass
-    class Open:
-        def samples(self, reader, limit=None):
-            yield Sample("open", "0", np.arange(20, 50, dtype=np.int64), None, limit=3)
-
-    grid = Grid(MODEL, HeadProfile.load(FOLDER / "profile.safetensors"), RECIPE, AXES)
-    with pytest.raises(KVSurgeryError, match="these tasks have no score to compare settings by; give others"):
-        sweep(grid, {"open": Open()}, tmp_path / "sweep", Options())
-    assert done == ([], [])
 
 
 def test_what_is_alike_is_evaluated_once(language, tmp_path, done):

@@ -1,4 +1,4 @@
-"""The texts of RULER's tasks (Hsieh et al. 2024, arXiv 2404.06654, sections 3 and B), of any size, in our own words.
+"""The texts of RULER's tasks (Hsieh et al. 2024, arXiv 2404.06654, sections 3 and B), of any size, as published.
 
 What is hidden and asked for is drawn first, and by the seed alone; how much is put around it, is said later.
 """
@@ -20,38 +20,47 @@ from kvsurgery.evaluate.tasks.ruler.questions import Questions
 
 _FILE = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 WORDS = {kind: words.split() for kind, words in _FILE.items()}
-NOISE = "Rain taps on the roof. A dog is asleep. The kettle hums. Somebody walks past. It is quiet again."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent of the sentences, where needles lie
 SHORT_PROMPT = 4096  # tokens below which examples and lists of words are smaller
 SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 
-NEEDLE = "Register: {key} has the {kind} {value}."
-NIAH_PROMPT = (
-    "One or more entries of a register are somewhere in the text below, each with a name and its {kind}. Keep them in "
-    "mind while you read; the question comes at the end.\n\n{context}\n\n"
-    "This was the text. Which {kinds} does the register have for {query}?"
+# NVIDIA's templates, in which a context comes before what is asked; the spelling is theirs
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+NIAH_CONTEXT = (
+    "{some} special magic {kinds} {are} hidden within the following text. Make sure to memorize it. I will quiz you "
+    "about the {kinds} afterwards.\n{context}"
 )
-NIAH_LEAD = " For {query} the register has the {kinds}"
-TRACKING_PROMPT = (
-    "Some lines of the text below begin with LET. Each gives a variable a number, or the value that another variable "
-    "has.\n\n{context}\n\nQuestion: Which variables have the value {value} after the last line? Name all of them."
+NIAH_QUESTION = "\nWhat {are_all} the special magic {kinds} for {query} mentioned in the provided text?"
+NIAH_LEAD = " The special magic {kinds} for {query} mentioned in the provided text {are}"
+ONE = {"some": "A", "are": "is", "are_all": "is"}
+SEVERAL = {"some": "Some", "are": "are", "are_all": "are all"}
+TRACKING_CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
+TRACKING_QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
+TRACKING_LEAD = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined the "
+    "value {value}, they are:"
 )
-TRACKING_LEAD = " Answer: The value {value} is that of {count} variables:"
-COMMON_PROMPT = (
-    "This is a list of words with numbers before them. Ten of the words are in it more often than the rest.\n\n"
-    "{context}\n\nQuestion: Which ten words does the list have most often?"
+COMMON_CONTEXT = (
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+    "appear most often.\n{context}"
 )
-COMMON_LEAD = " Answer: The list has these ten words most often:"
-FREQUENT_PROMPT = (
-    "The words of the text below are in code, and there are dots (...) between them. Count how often every word comes."
-    "\n\n{context}\n\nQuestion: Which three words come most often, if the dots do not count? Name them, and explain "
-    "nothing."
+COMMON_QUESTION = "\nQuestion: What are the 10 most common words in the above list?"
+COMMON_LEAD = " Answer: The top 10 words that appear most often in the list are:"
+FREQUENT_CONTEXT = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
+    "coded words. {context}"
 )
-FREQUENT_LEAD = " Answer: The three words that come most often are:"
-QUESTION_PROMPT = (
-    "A question comes after these numbered documents. Most of them have nothing to do with it.\n\n{context}\n\n"
-    "Question: {question}\nWrite the answer alone, in a few words."
+FREQUENT_QUESTION = (
+    "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+    "appeared words in the above coded text?"
 )
+FREQUENT_LEAD = " Answer: According to the coded text above, the three most frequently appeared words are:"
+ONLY_ANSWER = (
+    "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+)
+DOCUMENTS_CONTEXT = ONLY_ANSWER + "\n\nThe following are given documents.\n\n{context}"
+DOCUMENTS_QUESTION = "\n\n" + ONLY_ANSWER + "\n\nQuestion: {question}"
 
 HOPS, CHAIN_LINES, FEW_LINES = 4, 15, 5  # of variable tracking; lines of the example, and where prompts are short
 LISTED_WORDS = 10  # that are common
@@ -65,7 +74,8 @@ class Puzzle:
     """What is asked, and text of any size in which the answer is.
 
     Attributes:
-        write: a prompt of a number of units (lines, words, documents), and a number of smaller pieces that fill it up.
+        write: the text of a number of units (lines, words, documents), and a number of smaller pieces that fill it up.
+        question: what follows the text.
         lead: words that the answer begins with.
         answers: what is to be found in it.
         min_units: units without which it is no puzzle.
@@ -73,6 +83,7 @@ class Puzzle:
     """
 
     write: Callable[[int, int], str]
+    question: str
     lead: str
     answers: tuple[str, ...]
     min_units: int = 1
@@ -126,9 +137,11 @@ class Niah:
             return "\n".join(context_lines + _noise(fillers))
 
         query = ", ".join(queried_keys[:-1]) + f", and {queried_keys[-1]}" if len(queried_keys) > 1 else queried_keys[0]
-        words = {"kind": kind, "kinds": self.value if len(answers) > 1 else kind, "query": query}
+        number = SEVERAL if len(answers) > 1 else ONE
+        words = {**number, "kinds": self.value if len(answers) > 1 else kind, "query": query}
         return Puzzle(
-            write=lambda units, fillers: NIAH_PROMPT.format(context=context(units, fillers), **words),
+            write=lambda units, fillers: NIAH_CONTEXT.format(context=context(units, fillers), **words),
+            question=NIAH_QUESTION.format(**words),
             lead=NIAH_LEAD.format(**words),
             answers=answers,
             max_fillers=0 if self.haystack == "essay" else 200,
@@ -138,26 +151,33 @@ class Niah:
 def variable_tracking(rng: random.Random, length: int) -> Puzzle:
     """A chain of variables that are all assigned one value; before it, an example with its answer."""
 
-    def make_chain(letters: int) -> tuple[list[str], str, Callable[[int, int], str]]:
+    def make_chain(letters: int) -> tuple[list[str], str, str, Callable[[int, int], str]]:
         names: dict[str, None] = {}
         while len(names) <= HOPS:
             names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
         value, variables = str(rng.randrange(10_000, 100_000)), [*names]
-        origins = [value, *variables]
-        links = [f"LET {name} = {origin}" for name, origin in zip(variables, origins, strict=False)]
+        origins = [value, *(f"VAR {name} " for name in variables)]
+        links = [f"VAR {name} = {origin}" for name, origin in zip(variables, origins, strict=False)]
         places = sorted(rng.random() for _ in links)
 
         def write(lines: int, fillers: int) -> str:
-            context_lines = _insert([NOISE] * lines, [int(place * (lines + 1)) for place in places], links)
-            return TRACKING_PROMPT.format(context="\n".join(context_lines + _noise(fillers)), value=value)
+            noise = [f"{NOISE}\n"] * lines
+            context_lines = _insert(noise, [int(place * (lines + 1)) for place in places], links)
+            return TRACKING_CONTEXT.format(context=" ".join(context_lines + _noise(fillers)))
 
-        return variables, TRACKING_LEAD.format(count=len(variables), value=value), write
+        question = TRACKING_QUESTION.format(value=value)
+        return variables, question, TRACKING_LEAD.format(count=len(variables), value=value), write
 
-    variables, lead, write = make_chain(3)
-    example = f"{write(FEW_LINES if length < SHORT_PROMPT else CHAIN_LINES, 0)}{lead} {' '.join(variables)}\n\n"
-    variables, lead, write = make_chain(5)
+    variables, question, lead, write = make_chain(3)
+    example_context = write(FEW_LINES if length < SHORT_PROMPT else CHAIN_LINES, 0)
+    example = f"{example_context}{question}{lead} {' '.join(variables)}\n\n\n\n"
+    variables, question, lead, write = make_chain(5)
     return Puzzle(
-        lambda lines, fillers: example + write(lines, fillers), lead, tuple(variables), max_fillers=len(NOISE.split())
+        write=lambda lines, fillers: example + write(lines, fillers),
+        question=question,
+        lead=lead,
+        answers=tuple(variables),
+        max_fillers=len(NOISE.split()),
     )
 
 
@@ -169,12 +189,12 @@ def common_words(rng: random.Random, length: int) -> Puzzle:
     is_short = length < SHORT_PROMPT
     common_repeats, rare_repeats = (6, 1) if is_short else (30, 3)
 
-    def list_prompt(
+    def list_context(
         words: list[str], common_repeats: int, rare_repeats: int, filler_words: Sequence[str], seed: float
     ) -> str:
         words = [*words[:LISTED_WORDS] * common_repeats, *words[LISTED_WORDS:] * rare_repeats, *filler_words]
         random.Random(seed).shuffle(words)
-        return COMMON_PROMPT.format(context=" ".join(f"{number}. {word}" for number, word in enumerate(words, 1)))
+        return COMMON_CONTEXT.format(context=" ".join(f"{number}. {word}" for number, word in enumerate(words, 1)))
 
     # of these tokens, a list's item takes two at least
     count = length // 2 // rare_repeats
@@ -187,15 +207,16 @@ def common_words(rng: random.Random, length: int) -> Puzzle:
 
     words = pool[: 20 if is_short else 40]
     common_list = " ".join(f"{number}. {word}" for number, word in enumerate(words[:LISTED_WORDS], 1))
-    example = (
-        f"{list_prompt(words, *((3, 1) if is_short else (10, 3)), (), rng.random())}{COMMON_LEAD} {common_list}\n\n"
-    )
+    example_context = list_context(words, *((3, 1) if is_short else (10, 3)), (), rng.random())
+    example = f"{example_context}{COMMON_QUESTION}{COMMON_LEAD} {common_list}\n"
     rng.shuffle(pool)
     words, seed = pool[:count], rng.random()
     return Puzzle(
         write=lambda count, fillers: (
-            example + list_prompt(words[:count], common_repeats, rare_repeats, words[count : count + 1] * fillers, seed)
+            example
+            + list_context(words[:count], common_repeats, rare_repeats, words[count : count + 1] * fillers, seed)
         ),
+        question=COMMON_QUESTION,
         lead=COMMON_LEAD,
         answers=tuple(words[:LISTED_WORDS]),
         min_units=LISTED_WORDS,
@@ -215,9 +236,11 @@ def frequent_words(rng: random.Random, length: int) -> Puzzle:
         counts = [int(count * 6 / (math.pi * rank) ** 2) for rank in range(1, len(words) + 1)]
         text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)] + words[:1] * fillers
         random.Random(seed).shuffle(text)
-        return FREQUENT_PROMPT.format(context=" ".join(text))
+        return FREQUENT_CONTEXT.format(context=" ".join(text))
 
-    return Puzzle(write, FREQUENT_LEAD, tuple(words[1:4]), min_units=MIN_CODED_WORDS, max_fillers=100)
+    return Puzzle(
+        write, FREQUENT_QUESTION, FREQUENT_LEAD, tuple(words[1:4]), min_units=MIN_CODED_WORDS, max_fillers=100
+    )
 
 
 def question(rng: random.Random, questions: Questions, number: int) -> Puzzle:
@@ -234,12 +257,13 @@ def question(rng: random.Random, questions: Questions, number: int) -> Puzzle:
         texts = [questions.documents[document] for document in islice(order, count + 1)]
         cut_words = texts.pop().split(" ")[:fillers]
         random.Random(seed).shuffle(texts)
-        context = "\n\n".join(f"[{place}]\n{text}" for place, text in enumerate(texts, 1))
+        context = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(texts, 1))
         # what is left is less than a document, or than its heading
         context += "\n" * bool(cut_words) + " ".join(cut_words)
-        return QUESTION_PROMPT.format(context=context, question=entry.question)
+        return DOCUMENTS_CONTEXT.format(context=context)
 
-    return Puzzle(write, " Answer:", entry.answers, min_units=len(entry.documents), max_fillers=1000)
+    asked = DOCUMENTS_QUESTION.format(question=entry.question)
+    return Puzzle(write, asked, " Answer:", entry.answers, min_units=len(entry.documents), max_fillers=1000)
 
 
 class _DistinctValues:

@@ -1,8 +1,8 @@
 """RULER: thirteen tasks of long context, made from scratch at any length (Hsieh et al. 2024, arXiv 2404.06654).
 
-What is asked, how much is hidden and where it lies, is as published. Prompts and words are our own, essays are
-generated or the user's, and what is left of a length, less than a line, is filled up: scores compare models with each
-other, and not with published tables.
+What is asked, in which words, how much is hidden and where it lies, is as published. Words that are hidden are our
+own, essays are generated or the user's (published scores are of Paul Graham's), and what is left of a length, less than
+a line, is filled up.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvsurgery.evaluate.tasks.ruler.puzzles import (
     variable_tracking,
 )
 from kvsurgery.evaluate.tasks.ruler.questions import read_hotpot, read_squad
-from kvsurgery.setting import samples_setting, setting, text_setting
+from kvsurgery.setting import ask_later_setting, samples_setting, setting, text_setting
 from kvsurgery.system.files import check_readable
-from kvsurgery.text.chat import turn_tokens
+from kvsurgery.text.chat import turn_tokens, turn_with_context
 from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text
 from kvsurgery.text.tokens import text_of
 
@@ -61,6 +61,7 @@ class RulerTask:
         count: samples of each task and length; questions are asked again, among other documents, if there are fewer.
         text: for essays, as `Haystack.read` takes it.
         squad, hotpot: files of questions for qa_1 and qa_2, as SQuAD and HotpotQA publish them.
+        ask_later: read the text before the question is known.
     """
 
     lengths: tuple[int, ...] = setting((4096,), "lengths", "prompt lengths in tokens", tokens=True)
@@ -71,6 +72,7 @@ class RulerTask:
     text: str | None = text_setting()
     squad: str | None = setting(None, "squad", "SQuAD file for qa_1")
     hotpot: str | None = setting(None, "hotpot", "HotpotQA file for qa_2")
+    ask_later: bool = ask_later_setting()
 
     @property
     def left_out(self) -> Mapping[str, str]:
@@ -112,17 +114,20 @@ class RulerTask:
                 )
         draws = self._draws(reader)
         for task, length in product(draws, self.lengths):
-            _Room(reader, task, length).smallest(draws[task](_rng(reader, task, length, 0), length, 0))
+            _Room(reader, task, length, self.ask_later).smallest(draws[task](_rng(reader, task, length, 0), length, 0))
         for task, draw in draws.items():
             for number, length in islice(product(range(self.count), self.lengths), limit):
                 puzzle = draw(_rng(reader, task, length, number), length, number)
+                room = _Room(reader, task, length, self.ask_later)
+                tokens = room.fill(puzzle)
                 yield Sample(
                     task=f"ruler/{task}",
                     name=f"{length}/{number}",
-                    tokens=_Room(reader, task, length).fill(puzzle),
+                    tokens=tokens,
                     metric="string_match_part" if task in QUESTIONS else "string_match_all",
                     answers=puzzle.answers,
                     limit=LIMITS[task],
+                    context=len(tokens) - room.question_tokens(puzzle) if self.ask_later else 0,
                     facts={"tokens": length},
                 )
 
@@ -154,6 +159,7 @@ class _Room:
     reader: Reader
     task: str
     length: int
+    ask_later: bool
 
     @property
     def tokens(self) -> int:
@@ -192,7 +198,14 @@ class _Room:
         return tokens
 
     def _prompt(self, puzzle: Puzzle, units: int, fillers: int) -> np.ndarray:
-        return turn_tokens(self.reader.tokenizer, puzzle.write(units, fillers), puzzle.lead)
+        text = puzzle.write(units, fillers)
+        if self.ask_later:
+            return np.concatenate(turn_with_context(self.reader.tokenizer, text, puzzle.question, puzzle.lead))
+        return turn_tokens(self.reader.tokenizer, text + puzzle.question, puzzle.lead)
+
+    def question_tokens(self, puzzle: Puzzle) -> int:
+        """The number of tokens after the text, where the question comes later."""
+        return len(turn_with_context(self.reader.tokenizer, "", puzzle.question, puzzle.lead)[1])
 
     def _largest_fitting(
         self, make: Callable[[int], np.ndarray], tokens: np.ndarray, low: int, high: int
