@@ -12,6 +12,7 @@ from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.text.lengths import ROOM
 
 PROMPTS = 8  # the fewest that give a verdict
+BATCH = 2  # so that progress shows every few seconds
 SHORTEST = 512  # tokens
 TIMES = 2  # as long as what a head keeps
 
@@ -24,7 +25,7 @@ def quick_options(folder: Path) -> Mapping[str, Any]:
     """
     longest = max(read_text_config(folder).max_position_embeddings - ROOM, 1)
     length = min(max(SHORTEST, TIMES * max(_kept_tokens(folder), default=0)), longest)
-    return {"tasks": ("needle",), "needles": "word", "lengths": (length,), "samples": PROMPTS, "batch": PROMPTS}
+    return {"tasks": ("needle",), "needles": "word", "lengths": (length,), "samples": PROMPTS, "batch": BATCH}
 
 
 def _kept_tokens(folder: Path) -> Iterator[int]:

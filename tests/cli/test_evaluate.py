@@ -127,7 +127,7 @@ def test_data_that_cannot_be_read_is_found_before_a_trial(monkeypatch):
 def test_a_quick_check_ends_with_a_verdict():
     said = done("eval", "recall-cli", "--source", MODEL, "--quick", *OWN, "--lengths", "96,128", "--out", "quick")
     assert sum(prompts_by_task(Path("quick")).values()) == 16
-    assert json.loads(Path("quick/results.json").read_text())["settings"]["batch"] == 8
+    assert json.loads(Path("quick/results.json").read_text())["settings"]["batch"] == 2
     assert re.match("(Still good|No clear loss|Not as good): ", said.out.splitlines()[-1])
     assert "--quick requires --source" in run("eval", "recall-cli", "--quick", "--out", "refused").err
 
