@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from .kv_cache import HeadTable
 from .kv_kernels import (
     LOWEST,
     TILE_TOKENS,
@@ -30,6 +29,7 @@ from .kv_kernels import (
 from .kv_layout import TILE, Quantization
 from .kv_packed import _over_tiles
 from .kv_softmax import Scoring
+from .kv_storage import HeadTable
 
 TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
 PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"  # of the kernel, where there are tiles

@@ -14,8 +14,8 @@ from .kv_adapters import check_adapters
 from .kv_attention import NAME, RUNNING
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
 from .kv_graph import DecodeGraph
-from .kv_heads import selecting_heads
 from .kv_inputs import by_name, input_shape, padding_of, text_starts
+from .kv_kinds import kinds_of
 from .kv_layout import KVLayout, Quantization, text_config
 
 # where `from_pretrained` reads files from
@@ -30,7 +30,7 @@ class KVSurgeryModel:
     def __init__(self, config: Any, *args, **kwargs):
         layout = KVLayout.from_config(config)
         for layer in layout.layers:
-            selecting_heads(layer)  # before weights are loaded, whether their code is here
+            kinds_of(layer)  # before weights are loaded, whether their code is here
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another

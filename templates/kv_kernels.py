@@ -23,10 +23,10 @@ try:
 except ImportError as error:  # transformers demands whatever is imported outside of a try
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
-from .kv_cache import HeadTable
 from .kv_codes import rotation
 from .kv_layout import EVERY, TILE
 from .kv_softmax import Scoring
+from .kv_storage import HeadTable
 
 MATRIX_ELEMENTS = 4096  # of a matrix that a program multiplies by at once
 REGISTERS = 255  # of a thread; ptxas may stop at fewer by itself, and spill

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from .kv_cache import HeadTable
 from .kv_kernels import (
     LOWEST,
     TILE_TOKENS,
@@ -25,6 +24,7 @@ from .kv_kernels import (
 )
 from .kv_layout import VALUE_NORM, Selection
 from .kv_softmax import Scoring
+from .kv_storage import HeadTable
 from .kv_store import _pack_options
 
 ALWAYS_KEPT = tl.constexpr(0x7F800000)  # the bits of infinity: more than those of any importance

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .kv_cache import HeadTable
 from .kv_kernels import TILE_TOKENS, _matrix, _padded, _power, _slots, _strides, _tiles, _times_matrix, tl, triton
 from .kv_layout import CLIPPED, TILE
+from .kv_storage import HeadTable
 from .kv_tiles import QuantizedGroup
 
 PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantizes at once

@@ -29,11 +29,11 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kvsurgery.templates import kv_compact, kv_decode, kv_kernels, kv_move, kv_packed, kv_reselect, kv_store  # noqa: E402
-from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
 from kvsurgery.templates.kv_codes import empty_tiles  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization, Selection  # noqa: E402
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
 from kvsurgery.templates.kv_softmax import Scoring  # noqa: E402
+from kvsurgery.templates.kv_storage import HeadTable  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
 
 SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
