@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 from .kv_adapters import check_adapters
 from .kv_attention import NAME, RUNNING
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
-from .kv_graph import DecodeGraph
+from .kv_graph import DecodeGraph  # needs kernels
 from .kv_inputs import by_name, input_shape, padding_of, text_starts
-from .kv_kinds import kinds_of
+from .kv_kinds import kinds_of, storage_of
 from .kv_layout import KVLayout, Quantization, text_config
 
 # where `from_pretrained` reads files from
@@ -31,6 +31,7 @@ class KVSurgeryModel:
         layout = KVLayout.from_config(config)
         for layer in layout.layers:
             kinds_of(layer)  # before weights are loaded, whether their code is here
+            storage_of(layer)
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
@@ -125,7 +126,8 @@ class KVSurgeryGeneration(KVSurgeryModel):
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
-        cache.graph = DecodeGraph()  # adapters and hooks may have changed since the last turn
+        # adapters and hooks may have changed since the last turn
+        cache.graph = DecodeGraph()  # needs kernels
         cache.expect_prompt(generation_config.kv_prompt)
         cache.confirm(cache.get_seq_length())
         # a draft is asked for a few tokens again and again
@@ -243,7 +245,8 @@ def with_kv_cache(forward: Callable) -> Callable:
         if cache is not None:
             check_cache(cache)
             cache.begin(mask, *shape)
-        if cache is not None and cache.columns.expected > shape[1] == 1 and isinstance(self, KVSurgeryGeneration):
+        is_step = cache is not None and cache.columns.expected > shape[1] == 1
+        if is_step and isinstance(self, KVSurgeryGeneration):  # needs kernels
             cache.graph = cache.graph or DecodeGraph()
             output = cache.graph.step(forward, self, arguments, cache)
             if output is not None:
