@@ -13,8 +13,8 @@ def append(layer: KVLayerCache, keys: torch.Tensor, values: torch.Tensor) -> Non
     A prompt of budgeted heads needs the queries too: there, only the attention function can.
     """
     layer.make_room(keys.shape[2])
-    heads = [group.heads for group in layer.groups]
-    for group, *states in zip(layer.groups, keys.split(heads, 1), values.split(heads, 1), strict=True):
-        if group.heads:
-            layer.store(group, layer.seen, *states)
-    layer.advance(keys.shape[2])
+    groups = layer.storage.groups
+    heads = [group.heads for group in groups]
+    for group, *states in zip(groups, keys.split(heads, 1), values.split(heads, 1), strict=True):
+        group.store(layer.seen, *states)
+    layer.finish(keys.shape[2])

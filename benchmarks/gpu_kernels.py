@@ -15,9 +15,10 @@ from synthetic import RECENT, SINK, fill, occupy, quantization, section
 from torch.nn.attention.bias import causal_lower_right
 from transformers import LlamaConfig
 
-from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache, KVSurgeryCache
+from kvsurgery.templates.kv_cache import KVLayerCache, KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE
 from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_storage import HeadTable
 
 try:
     from flash_attn import flash_attn_func
@@ -63,7 +64,7 @@ def empty_layers(layers: int, full_heads: int, bits: int, tokens: int) -> tuple[
 def arguments(layer: KVLayerCache) -> tuple[HeadTable, torch.Tensor, Scoring]:
     """What the decode kernel takes of a layer's cache, after the query."""
     columns = torch.tensor([[layer.seen]], dtype=torch.int32, device=layer.device)
-    return layer.head_table(), columns, Scoring(HEAD_DIM**-0.5)
+    return layer.storage.table(), columns, Scoring(HEAD_DIM**-0.5)
 
 
 def decode_error(

@@ -135,11 +135,11 @@ def occupy(cache: KVSurgeryCache, like: torch.Tensor, tokens: int) -> None:
         for states in (layer.keys, layer.values):
             assert states is not None  # as there is room
             states.normal_()
-        for group in layer.quantized:
+        for group in layer.storage.tiled:
             group.packed = [TILE * group.quantization.tiles(tokens - group.sink)] * like.shape[0]
         quantization_settings = layer.layout.quantization
-        if layer.tiles is not None and quantization_settings is not None:
-            key_codes, key_scales, value_codes, value_scales = layer.tiles
+        if layer.storage.tiles is not None and quantization_settings is not None:
+            key_codes, key_scales, value_codes, value_scales = layer.storage.tiles
             for codes, scales in ((key_codes, key_scales), (value_codes, value_scales)):
                 codes.random_(0, 256)  # of states between about -2 and 2
                 scales[:, :, 0].uniform_(0.5, 1.5).mul_(4 / (2**quantization_settings.bits - 1))

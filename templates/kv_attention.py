@@ -12,8 +12,7 @@ Where layers share the KV cache of an earlier one, the earlier layer stores and 
 their queries attend as its own did, to what was there when it attended.
 """
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -24,13 +23,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from . import kv_softmax, kv_torch
 from .kv_cache import HandingLayer, Handle, KVLayerCache
-from .kv_codes import rotated
 from .kv_columns import check_padding, leading_padding
-from .kv_heads import HeadGroup
 from .kv_inputs import NOT_CAUSAL
+from .kv_kind import Forward, by_heads, shares, split_heads
 from .kv_layout import LayerLayout
-from .kv_softmax import Scoring, Skipped
-from .kv_tiles import QuantizedGroup
+from .kv_softmax import Read, Scoring, Skipped
 from .kv_torch import AttentionPath
 
 try:
@@ -40,11 +37,9 @@ except ImportError:  # no triton: torch does everything
 
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
-# attention of queries [batch, query_heads, n, head_dim] at the last n columns of a forward, over what was stored of it
-Read = Callable[[torch.Tensor, Scoring], torch.Tensor]
 
 
-class Forward(NamedTuple):
+class Running(NamedTuple):
     """A forward of a decoder with layouts, or of a model around it."""
 
     config: Any = None  # the decoder's; a model of a stock class may have the same
@@ -53,7 +48,7 @@ class Forward(NamedTuple):
 
 
 # forwards that are under way, the innermost last
-RUNNING: ContextVar[tuple[Forward, ...]] = ContextVar("RUNNING", default=(Forward(),))
+RUNNING: ContextVar[tuple[Running, ...]] = ContextVar("RUNNING", default=(Running(),))
 
 
 class AttentionModule(Protocol):
@@ -272,7 +267,7 @@ def _over_rows(
     outputs = []
     heads = [layout.heads - layout.streaming, layout.streaming]
     full, streaming = split_heads(query, key, value, heads)
-    scorings = scoring.split(_sizes(heads, query.shape[1]))
+    scorings = scoring.split(shares(heads, query.shape[1]))
     if heads[0]:
         outputs.append(path.causal(*full, skipped, scorings[0]))
     if heads[1]:
@@ -289,147 +284,25 @@ def _with_cache(
     needs_grad: bool,
     scoring: Scoring,
 ) -> tuple[torch.Tensor, Read]:
-    """Store the input and attend from it, head group by head group."""
-    layout = layer.layout
+    """Store the input and attend from it, kind by kind."""
     layer.make_room(query.shape[2])
     if query.shape[2] == 1 and layer.ready and not needs_grad and path.decodes(layer):
         output = path.decode(query, key, value, layer, scoring)
         return output, lambda query, scoring: path.decode_stored(query, layer, scoring)
-    # all that is stored is rotated, so that nothing else has to know
-    query = _rotated_queries(query, layout)
-    key, value = rotated(key, layout.rotated_keys), rotated(value, layout.rotated_values)
-    heads = [layout.full, layout.streaming, len(layout.budgets)]
-    *parts, budgeted = split_heads(query, key, value, heads)
-    *scorings, budgeted_scoring = scoring.split(_sizes(heads, query.shape[1]))
+    storage, forward = layer.storage, Forward(layer.seen, path, needs_grad, layer.shared)
+    query, states = storage.rotated_query(query), storage.rotated(key, value)
+    counts = [heads.count(layer.layout) for heads in layer.heads]
+    scorings = scoring.split(shares(counts, query.shape[1]))
     outputs, reads = [], []
-    for (group_query, *states), group, group_scoring in zip(
-        parts, (layer.full, layer.streaming), scorings, strict=True
-    ):
-        if group.heads:
-            read = store_group(*states, group, layer, layer.seen, path, needs_grad)
-            outputs.append(read(group_query, group_scoring))
-            reads += [(group.heads, read)] * layer.shared
-    if layer.budgeted is not None:
-        output, read = layer.budgeted.attend(*budgeted, layer, path, needs_grad, budgeted_scoring)
+    for heads, parts, part_scoring in zip(layer.heads, split_heads(query, *states, counts), scorings, strict=True):
+        output, read = heads.attend(*parts, forward, part_scoring)
         outputs.append(output)
-        reads.append((len(layout.budgets), read))
-    layer.advance(query.shape[2])
-    return _rotated_back(torch.cat(outputs, 1), layout), _over_rotated(by_heads(reads), layout)
-
-
-def _rotated_queries(query: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
-    """Queries as the keys are that they meet."""
-    return rotated(query, layout.rotated_keys * query.shape[1] // layout.heads)
-
-
-def _rotated_back(output: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
-    """What attention to values gives, whether they are stored rotated or not."""
-    return rotated(output, layout.rotated_values * output.shape[1] // layout.heads, back=True)
-
-
-def _over_rotated(read: Read, layout: LayerLayout) -> Read:
-    """Attention of queries as they come to what is stored rotated."""
-    return lambda query, scoring: _rotated_back(read(_rotated_queries(query, layout), scoring), layout)
-
-
-def split_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: list[int]
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Queries, keys and values of this many KV heads each."""
-    sizes = _sizes(heads, query.shape[1])  # `split` would only call `split_with_sizes`, at a cost in each decode step
-    parts = (states.split_with_sizes(counts, 1) for states, counts in ((query, sizes), (key, heads), (value, heads)))
-    return zip(*parts, strict=True)
-
-
-def by_heads(reads: list[tuple[int, Read]]) -> Read:
-    """Attention of several groups together, each of this many KV heads."""
-
-    def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        sizes = _sizes([heads for heads, _ in reads], query.shape[1])
-        parts = zip(reads, query.split(sizes, 1), scoring.split(sizes), strict=True)
-        return torch.cat(
-            [group_read(group_query, group_scoring) for (_, group_read), group_query, group_scoring in parts], 1
-        )
-
-    return read
-
-
-def store_group(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    group: HeadGroup,
-    layer: KVLayerCache,
-    past: int,
-    path: AttentionPath,
-    snapshot: bool,
-) -> Read:
-    """Store columns from `past` on of one group of heads, to attend from them.
-
-    Until the group changes again, or beyond that with `snapshot`, as autograd wants it: that keeps what it saw.
-    """
-    layout, stop, skipped = layer.layout, past + key.shape[2], group.skipped
-    if key.shape[2] == 1 and not snapshot and not (group is layer.streaming and layout.quantized_window):
-        layer.store(group, past, key, value)
-        return lambda query, scoring: kv_torch.decode_group(query, group, stop, layout, scoring)
-    if group is layer.streaming:
-        window = group.window(past, min(layout.recent - 1, past)) if past else None
-        layer.store(group, past, key, value)
-        if window is None:
-            return lambda query, scoring: path.streaming_from_start(query, key, value, skipped, layout, scoring)
-        sinks = tuple(states[:, :, : layout.sink] for states in (group.keys, group.values))
-        if snapshot:
-            sinks = tuple(states.clone() for states in sinks)
-
-        def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-            past_states, new_states = window, (key, value)
-            if (earlier_tokens := stop - past - query.shape[2]) > 0:
-                past_states = tuple(
-                    torch.cat([past_part, new_part[:, :, :earlier_tokens]], 2)
-                    for past_part, new_part in zip(window, new_states, strict=True)
-                )
-                new_states = tuple(states[:, :, earlier_tokens:] for states in new_states)
-            return path.streaming(
-                query, sinks, past_states, new_states, past + earlier_tokens, skipped, layout, scoring
-            )
-
-        return read
-    if past and not snapshot and not isinstance(group, QuantizedGroup):
-        layer.store(group, past, key, value)
-        return lambda query, scoring: path.after_past(query, group, stop - query.shape[2], scoring)
-    read = _over_tiles(key, value, group, past, path, snapshot) if past else over_columns(key, value, skipped, path)
-    layer.store(group, past, key, value)
-    return read
-
-
-def over_columns(key: torch.Tensor, value: torch.Tensor, skipped: Skipped, path: AttentionPath) -> Read:
-    """Queries over keys and values by column."""
-    return lambda query, scoring: path.causal(query, key, value, skipped, scoring)
-
-
-def _over_tiles(
-    key: torch.Tensor, value: torch.Tensor, group: HeadGroup, past: int, path: AttentionPath, snapshot: bool
-) -> Read:
-    """Queries of full heads at columns from `past` on, before their tokens are stored; for quantized ones above all.
-
-    They see the tiles dequantized, what is not packed yet as it is, and their own tokens' keys as they came.
-    """
-    *states, skipped = kv_torch.unpacked_columns(key, value, group, past)
-    tiles = copy.copy(group) if isinstance(group, QuantizedGroup) and max(group.packed) else None
-    if tiles is None:
-        return over_columns(*states, skipped, path)
-    tiles.packed = [*group.packed]  # tiles that follow are packed beside these
-    if snapshot:  # a selection writes to these
-        tiles.tiles = tiles.tiles.map(torch.clone)
-
-    def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        output, lse = path.causal_with_lse(query, *states, skipped, scoring)
-        output = output.float()  # rounded once, not at every block
-        for block in tiles.blocks():
-            for part, result in path.over_block(query, *block, scoring):
-                output[part], lse[part] = kv_softmax.merge((output[part], lse[part]), result)
-        return scoring.sunk(output, lse).to(query.dtype)
-
-    return read
+        reads.append(read)
+    layer.finish(query.shape[2])
+    read_all = by_heads([*zip(counts, reads, strict=True)])
+    return storage.rotated_back(torch.cat(outputs, 1)), lambda query, scoring: storage.rotated_back(
+        read_all(storage.rotated_query(query), scoring)
+    )
 
 
 def own_layout(layout: LayerLayout, heads: int, module: AttentionModule) -> LayerLayout:
@@ -462,21 +335,16 @@ def own_layout(layout: LayerLayout, heads: int, module: AttentionModule) -> Laye
 
 def full_heads_first(states: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
     """Heads [batch, heads, ...] as they come, brought into the order of storage: all full heads, then all others."""
-    parts = states.split(_sizes([heads for block in layout.blocks for heads in block], states.shape[1]), 1)
+    parts = states.split(shares([heads for block in layout.blocks for heads in block], states.shape[1]), 1)
     return torch.cat(parts[::2] + parts[1::2], 1)
 
 
 def in_blocks(states: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
     """The reverse: heads [batch, heads, ...] from the order of storage into that of the projections."""
     full_counts, other_counts = zip(*layout.blocks, strict=True)
-    parts = states.split(_sizes(full_counts + other_counts, states.shape[1]), 1)
+    parts = states.split(shares(full_counts + other_counts, states.shape[1]), 1)
     pairs = zip(parts[: len(full_counts)], parts[len(full_counts) :], strict=True)
     return torch.cat([part for pair in pairs for part in pair], 1)
-
-
-def _sizes(kv_heads: list[int] | tuple[int, ...], heads: int) -> list[int]:
-    """How many of `heads` query or KV heads belong to this many KV heads each."""
-    return [count * heads // sum(kv_heads) for count in kv_heads]
 
 
 AttentionInterface.register(NAME, attention)

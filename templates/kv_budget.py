@@ -10,16 +10,14 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from . import kv_torch
-from .kv_attention import Read, by_heads, over_columns, split_heads, store_group
-from .kv_cache import HeadTable, KVLayerCache
-from .kv_columns import Rows, on_device
-from .kv_heads import SELECTING, HeadGroup
+from .kv_columns import Columns, Rows, on_device
+from .kv_full import stored
+from .kv_heads import HeadGroup
+from .kv_kind import Forward, Heads, by_heads, split_heads
 from .kv_layout import EVERY, VALUE_NORM, LayerLayout, Selection
 from .kv_received import attention_received
-from .kv_softmax import Scoring
-from .kv_tiles import QuantizedGroup, head_group
-from .kv_torch import AttentionPath
+from .kv_softmax import Read, Scoring, over_columns
+from .kv_storage import Storage
 
 try:
     from . import kv_compact
@@ -27,32 +25,37 @@ except ImportError:  # no triton: torch does everything
     kv_compact = None
 
 
-class BudgetedHeads:
+class BudgetedHeads(Heads):
     """One layer's budgeted heads, a group each, which select once, at the end of the prompt."""
 
-    selected = False  # whether the prompt is complete
-    margin = 0  # columns that can be taken back
+    ready = False  # whether the prompt is complete
 
-    def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
-        """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of this many columns."""
+    def __init__(self, states: torch.Tensor, layout: LayerLayout, columns: Columns, storage: Storage):
+        super().__init__(states, layout, columns, storage)
         assert layout.selection is not None  # as there are budgets
-        self.budgets, self.selection, self.prompt = layout.budgets, layout.selection, prompt
-        self.start = prompt - min(self.selection.window, prompt)  # the first column that all heads keep
-        quantization = layout.quantization if layout.quantized_budgets else None
-        self.groups: Sequence[HeadGroup] = [head_group(states, 1, quantization) for _ in self.budgets]
+        self.budgets, self.selection, self.prompt = layout.budgets, layout.selection, columns.prompt
+        self.start = self.prompt - min(self.selection.window, self.prompt)  # the first column that all heads keep
+        self.groups = [storage.add(states, 1, layout.quantized_budgets) for _ in self.budgets]
         for group, budget in zip(self.groups, self.budgets, strict=True):
             group.min_skipped = self.start - min(budget, self.start)
         self.prompt_group = HeadGroup(states, len(self.budgets))  # the prompt, by column
         self.window_queries: torch.Tensor | None = None  # queries [batch, query_heads, <= window, head_dim]
 
+    @staticmethod
+    def count(layout: LayerLayout) -> int:
+        return 0 if layout.holds else len(layout.budgets)
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values that are allocated beside the groups."""
+    def extra_bytes(self) -> int:
         return self.prompt_group.nbytes
 
+    def align(self, pads: Sequence[int]) -> None:
+        super().align(pads)
+        self.prompt_group.align(pads)
+
     def take_rows(self, rows: Rows) -> None:
-        """Follow a change of rows in what is stored beside the groups."""
         self.prompt_group.keys, self.prompt_group.values = rows(self.prompt_group.keys), rows(self.prompt_group.values)
+        self.prompt_group.take_rows(rows.of)
         if self.window_queries is not None:
             self.window_queries = rows(self.window_queries)
 
@@ -60,18 +63,29 @@ class BudgetedHeads:
         """Keep the importance of what was chosen, if later selections add to it: float32 [batch, heads, places], and
         places that are, with those that are no choice at the end, in the order of slots."""
 
-    def oldest(self, settled: int) -> int:
-        """The first column that can be taken back, once selected; `settled` columns never are."""
+    @property
+    def oldest(self) -> int:
+        """The first column that can be taken back, once selected."""
         return self.start
+
+    def check_crop(self, length: int, seen: int) -> None:
+        if length < (max(self.oldest, 1) if self.ready else seen + 1):
+            raise ValueError(
+                f"cannot take the cache back to {length} tokens: that is inside the prompt, or before the "
+                "observation window of the last selection, and budgeted heads have dropped or quantized some of it"
+            )
+        self.check_tiles(length, seen)
+
+    def check_tiles(self, length: int, seen: int) -> None:
+        """Raise ValueError where tiles hold a column from `length` on."""
+        super().check_crop(length, seen)
 
     def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layer: KVLayerCache,
-        path: AttentionPath,
-        needs_grad: bool,
+        forward: Forward,
         scoring: Scoring,
     ) -> tuple[torch.Tensor, Read]:
         """Store the layer's new tokens and attend from them: to the whole prompt while it comes in, then to what was
@@ -83,13 +97,12 @@ class BudgetedHeads:
 
         Args:
             query, key, value: of the budgeted heads alone, [batch, heads, tokens, head_dim].
-            needs_grad: whether gradients are wanted.
 
         Returns:
             [batch, query_heads, tokens, head_dim], and how queries of later layers attend to the same.
         """
-        past, tokens = layer.seen, query.shape[2]
-        cut = 0 if self.selected else min(self.prompt - past, tokens)
+        past, path, tokens = forward.past, forward.path, query.shape[2]
+        cut = 0 if self.ready else min(self.prompt - past, tokens)
         outputs, reads = [], []
         if cut:
             prompt_query, prompt_states = query[:, :, :cut], (key[:, :, :cut], value[:, :, :cut])
@@ -99,36 +112,41 @@ class BudgetedHeads:
                 prompt_states = tuple(
                     states[:, :, : past + cut] for states in (self.prompt_group.keys, self.prompt_group.values)
                 )
-            read = over_columns(*prompt_states, layer.full.skipped, path)
+            read = over_columns(*prompt_states, self.prompt_group.skipped, path)
             outputs.append(read(prompt_query, scoring))
-            reads += [(cut, read)] * layer.shared
+            reads += [(cut, read)] * forward.shared
             self.observe(past, prompt_query)
             if past + cut == self.prompt:
-                kept_columns = self.select(*prompt_states, layer.columns.pads, scoring)
-                layer.follow_selection()
-                self.compact(*prompt_states, kept_columns, layer, kernels=path is not kv_torch)
-        head_counts, settled = [1] * len(self.groups), layer.columns.settled
+                kept_columns = self.select(*prompt_states, self.columns.pads, scoring)
+                self.storage.note_rows()
+                self.compact(*prompt_states, kept_columns, path.KERNELS)
+        head_counts = [1] * len(self.groups)
         while cut < tokens:
             due_column = self.due
             if due_column == past + cut:
-                self.renew(past + cut, layer, kernels=path is not kv_torch)
+                self.renew(past + cut, path.KERNELS)
                 due_column = self.due
             stop = min(due_column - past, tokens)
-            for group in self.groups:
-                group.settled = past + stop - 1 if layer.held else min(settled, past + stop - 1)
+            self.settle(past + stop - 1)
             states = [part[:, :, cut:stop] for part in (query, key, value)]
             self.watch(past + cut, states[0])
-            snapshot = needs_grad or (layer.shared and stop < tokens)  # heads select again before others attend
+            # heads select again before later layers attend
+            snapshot = forward.snapshot or (forward.shared and stop < tokens)
+            part_forward = forward._replace(past=past + cut, snapshot=snapshot)
             read = by_heads(
                 [
-                    (1, store_group(*head_states, group, layer, past + cut, path, snapshot))
+                    (1, stored(group, *head_states, self.layout, part_forward))
                     for group, (_, *head_states) in zip(self.groups, split_heads(*states, head_counts), strict=True)
                 ]
             )
             outputs.append(read(states[0], scoring))
-            reads += [(stop - cut, read)] * layer.shared
+            reads += [(stop - cut, read)] * forward.shared
             cut = stop
         return torch.cat(outputs, 2), _by_columns(reads)
+
+    def settle(self, column: int) -> None:
+        for group in self.groups:
+            group.settled = min(self.columns.settled, column)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -178,7 +196,7 @@ class BudgetedHeads:
             group.dropped = [start - count for start, count in zip(window_starts, row_counts, strict=True)]
             group.align(pads)
         self.prompt_group = HeadGroup(keys, len(self.budgets))
-        self.window_queries, self.selected = None, True
+        self.window_queries, self.ready = None, True
         return kept_columns.sort().values
 
     @torch.inference_mode(False)
@@ -188,62 +206,19 @@ class BudgetedHeads:
         keys: torch.Tensor,
         values: torch.Tensor,
         kept_columns: torch.Tensor,
-        layer: KVLayerCache,
         kernels: bool = False,
     ) -> None:
         """Store the columns of a prompt that `select` has chosen, by a kernel where there is one."""
         if kernels:
             assert kv_compact is not None  # as there are kernels
             for group in self.groups:
-                if isinstance(group, QuantizedGroup):
-                    group.packed = [group.packable(row, self.prompt - skip) for row, skip in enumerate(group.skips)]
-            kv_compact.compact(self.head_table(layer), keys, values, kept_columns)
+                group.packed = [group.packable(row, self.prompt - skip) for row, skip in enumerate(group.skips)]
+            kv_compact.compact(self.storage.table().last(len(self.groups)), keys, values, kept_columns)
             return
         for head, group in enumerate(self.groups):
             for rows, skip in group.spans():  # all rows at once where they keep as many
                 index = kept_columns[rows, head, : max(self.prompt - skip, 0), None].expand(-1, -1, keys.shape[3])
                 group.write(rows, 0, *(states[rows, head].gather(1, index)[:, None] for states in (keys, values)))
-
-    def head_table(self, layer: KVLayerCache) -> HeadTable:
-        """These heads alone, the last ones of a layer, as the kernels take them."""
-        table, heads = layer.head_table(), len(self.groups)
-        heads_before = len(table.offsets) - heads
-        head_fields = ("offsets", "sinks", "rings", "recents", "first_tiles", "skipped", "packed")
-        parts = {name: getattr(table, name) for name in head_fields}
-        return table._replace(
-            counts=None,  # none of them has a ring of tiles
-            rotated_keys=max(table.rotated_keys - heads_before, 0),
-            rotated_values=max(table.rotated_values - heads_before, 0),
-            **{name: part if part is None else part[..., -heads:] for name, part in parts.items()},
-        )
-
-    # what only rolling budgets need
-
-    def widen(self, margin: int, seen: int, capacity: int) -> None:
-        """Keep what is needed to take back as many as `margin` of the columns that come; `seen` have come."""
-
-    def reserve(self, columns: int) -> None:
-        """Make room for the scores that heads accumulate, of so many columns; never fewer than before."""
-
-    def watch(self, column: int, query: torch.Tensor) -> None:
-        """Remember queries at columns from `column` on, which come after the prompt, if they will select."""
-
-    def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
-        """The same for the last of `columns`, int32 [1, 1] on the device; the device is not waited for."""
-
-    @property
-    def due(self) -> int:
-        """The next column before which heads select again or fill a tile."""
-        return EVERY
-
-    def renew(self, column: int, layer: KVLayerCache, kernels: bool = False) -> None:
-        """Do so before a column that is due, by kernels where there are some. The device is not waited for."""
-
-    def take_back(self, length: int, layer: KVLayerCache) -> None:
-        """Undo this where columns from `length` on were the cause."""
-
-
-SELECTING[False] = BudgetedHeads
 
 
 def weighted(attention: torch.Tensor, values: torch.Tensor, selection: Selection) -> torch.Tensor:

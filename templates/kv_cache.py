@@ -7,18 +7,17 @@ appends them and attends.
 
 import copy
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .kv_codes import Tiles
-from .kv_columns import Columns, Rows, on_device
-from .kv_heads import HeadGroup, SelectingHeads, allocate, bind, selecting_heads
-from .kv_layout import EVERY, KVLayout, LayerLayout, Quantization
-from .kv_tiles import QuantizedGroup, allocate_tiles, bind_tiles, head_group
+from .kv_columns import Columns, Rows
+from .kv_heads import HeadGroup
+from .kv_kind import Heads
+from .kv_kinds import kinds_of, storage_of
+from .kv_layout import KVLayout, LayerLayout, Quantization
 
 # what transformers calls a cache among arguments and outputs, since version 5.24 and before
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -29,26 +28,6 @@ NO_WAY_BACK = (
     "layers with linear attention have one state of all tokens, from which none can be taken back; generate without "
     "a draft model, and do not use this model as one"
 )
-
-
-class HeadTable(NamedTuple):
-    """A layer's KV heads and their storage, as the kernels take them."""
-
-    keys: torch.Tensor  # [batch, slots, head_dim], of all heads one after the other
-    values: torch.Tensor  # with equal strides
-    offsets: torch.Tensor  # int32 [heads], each head's first slot
-    sinks: torch.Tensor  # int32 [heads]; `EVERY` of a full head that is not quantized
-    rings: torch.Tensor  # int32 [heads], slots of the ring: `recents` or more, but where tiles take a part
-    recents: torch.Tensor  # int32 [heads], the window; of a quantized full head one that no position reaches
-    skipped: torch.Tensor  # int32 [batch, heads], columns before position 0
-    tiles: Tiles | None = None  # of all heads; None: there are none
-    first_tiles: torch.Tensor | None = None  # int32 [heads], each head's first tile; -1: it has none
-    # int32 [batch, heads], the first tokens after the sinks that are in tiles; a ring may still hold some of them
-    packed: torch.Tensor | None = None
-    counts: torch.Tensor | None = None  # int32 [heads], tiles that go round a ring; None: no head has a ring of tiles
-    quantization: Quantization | None = None
-    rotated_keys: int = 0  # heads, the first ones, whose keys are stored rotated
-    rotated_values: int = 0
 
 
 class Handle(NamedTuple):
@@ -100,50 +79,36 @@ class HandingLayer(CacheLayerMixin):
 
 
 class KVLayerCache(HandingLayer):
-    """One layer: groups of full heads, of streaming heads, and of each budgeted head, in this order."""
+    """One layer: its heads, kind by kind, and their storage."""
 
     is_croppable = True
 
     def __init__(self, layout: LayerLayout, columns: Columns, shared: bool = False):
-        super().__init__()
-        self.layout, self.columns = layout, columns
+        self.layout, self.columns = layout, columns  # keys and values, which the base would set, are the storage's
         self.shared = shared  # whether later layers attend to what this one stores
         self.reset()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "runs": [], "table": None}  # which are made of the rest
+        return {**self.__dict__, "runs": []}  # which are made of the rest
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._bind()
         self._find_runs()
 
     def reset(self) -> None:
         """Forget everything and free the storage."""
-        self.groups: list[HeadGroup] = []
-        self.present: list[HeadGroup] = []  # those of them that have heads
+        self.storage = storage_of(self.layout)
+        self.heads: list[Heads] = []  # of each kind that the layer has, in the order of storage
         # neighbors that hold equally many tokens as one group each, which `kv_torch.step` takes; none: it takes no step
         self.runs: list[HeadGroup] = []
-        self.budgeted: SelectingHeads | None = None
-        self.keys = self.values = None  # one buffer of all groups, [batch, slots of all heads, head_dim]
-        self.slots: list[int] = []  # of a head of each group
-        self.tiles, self.counts = None, []  # one buffer of all tiles, and how many a head of each quantized group has
-        self.table = None  # what `head_table` made of all this
         self.pads: list[int] | None = None  # the padding that groups know of
-        self.seen = self.capacity = self.restorable = self.margin = 0
+        self.seen = self.capacity = self.margin = 0
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
-        layout = self.layout
         self.dtype, self.device = key_states.dtype, key_states.device
-        window_quantization = layout.quantization if layout.quantized_window else None
-        full = head_group(key_states, layout.full, layout.quantization)
-        streaming = head_group(key_states, layout.streaming, window_quantization, layout.sink, layout.recent)
-        self.groups = [full, streaming]
-        heads_class = selecting_heads(layout)
-        self.budgeted = heads_class(key_states, layout, self.columns.prompt) if heads_class else None
-        self.groups += self.budgeted.groups if self.budgeted else []
-        self.present = [group for group in self.groups if group.heads]
+        self.storage = storage_of(self.layout)
+        self.heads = [kind(key_states, self.layout, self.columns, self.storage) for kind in kinds_of(self.layout)]
         self.is_initialized = True
 
     def hold(self, layout: LayerLayout, states: torch.Tensor) -> None:
@@ -153,44 +118,29 @@ class KVLayerCache(HandingLayer):
         self.lazy_initialization(states)
 
     @property
-    def full(self) -> HeadGroup:
-        return self.groups[0]
+    def keys(self) -> torch.Tensor | None:  # ty: ignore[incompatible-property-override]  # which the base sets
+        """One buffer of all heads, [batch, slots of all heads, head_dim]."""
+        return self.storage.keys
 
     @property
-    def streaming(self) -> HeadGroup:
-        return self.groups[1]
-
-    @property
-    def held(self) -> SelectingHeads | None:
-        """The heads with rolling budgets, if there are any."""
-        return self.budgeted if self.layout.holds else None
-
-    @property
-    def quantized(self) -> list[QuantizedGroup]:
-        """The groups that have tiles."""
-        return [group for group in self.groups if isinstance(group, QuantizedGroup)]
-
-    @property
-    def filling(self) -> list[QuantizedGroup]:
-        """Those of them that fill tiles with what will not be taken back; heads with rolling budgets can undo it."""
-        held_groups = self.held.groups if self.held else ()
-        return [group for group in self.quantized if group not in held_groups]
+    def values(self) -> torch.Tensor | None:  # ty: ignore[incompatible-property-override]
+        """As `keys`."""
+        return self.storage.values
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that are allocated."""
-        budgeted_bytes = self.budgeted.nbytes if self.budgeted else 0
-        return sum(group.nbytes for group in self.groups) + budgeted_bytes
+        return self.storage.nbytes + sum(heads.extra_bytes for heads in self.heads)
 
     def make_room(self, tokens: int) -> None:
-        """Prepare the groups for new columns: where their rows begin, what tiles may take, and storage for all."""
+        """Prepare for new columns: where rows begin, what tiles may take, and storage for all."""
         seen = self.seen + tokens
         if seen != self.columns.expected:
             raise RuntimeError(
                 "a KVSurgeryCache is filled by calling the converted model; after a forward that was interrupted, "
                 "reset() it"
             )
-        for group in self.quantized:
+        for group in self.storage.tiled:
             group.settled = self.columns.settled
         if seen > self.capacity or self.pads is not self.columns.pads or self.margin < self.columns.margin:
             self._prepare(seen)
@@ -200,161 +150,70 @@ class KVLayerCache(HandingLayer):
     def _prepare(self, seen: int) -> None:
         """Follow what has changed: the padding of rows, columns that there is no storage for, or the margin."""
         if self.pads is not self.columns.pads:
-            self.pads, self.table = self.columns.pads, None
-            for group in self.groups:
-                group.align(self.pads)
+            self._align()
         if seen > self.capacity:
             grown_capacity = max(seen, self.capacity + self.capacity // GROWTH)
             self.capacity = self.columns.reserved if seen <= self.columns.reserved else grown_capacity
-        quantized, self.margin = self.quantized, self.columns.margin
-        for group in dict.fromkeys([*([self.held] if self.held else []), self.streaming, *self.filling]):
-            if self.margin > group.margin:
-                group.widen(self.margin, self.seen, self.capacity)
-                self.table = None
-        if self.held:
-            self.held.reserve(self.capacity)
-        slots = [group.wanted(self.capacity) for group in self.groups]
-        counts = [group.wanted_tiles(self.capacity) for group in quantized]
-        if self.keys is None or slots != self.slots:
-            self.keys, self.values = allocate(self.groups, slots)
-            self.slots, self.table = slots, None
-        if counts != self.counts:
-            self.tiles = allocate_tiles(quantized, counts)
-            self.counts, self.table = counts, None
+        if self.margin < self.columns.margin:
+            self.margin, self.storage.made = self.columns.margin, None  # rings become longer
+            for heads in self.heads:
+                heads.widen(self.margin, self.seen, self.capacity)
+        for heads in self.heads:
+            heads.reserve(self.capacity)
+        self.storage.fit(self.capacity)
         self._find_runs()
+
+    def _align(self) -> None:
+        """Let groups and kernels know the left padding of each row."""
+        self.pads = self.columns.pads
+        for heads in self.heads:
+            heads.align(self.pads)
+        self.storage.note_rows()
 
     def _find_runs(self) -> None:
         """Join heads that a decode step can take at once; none where a step has more to do than store and attend."""
-        self.runs, begin = [], 0
-        if self.keys is None or self.values is None or not self._is_plain():
-            return
-        for (_, slots, _), neighbors in groupby(self.present, lambda group: (group.wraps, group.slots, group.skips)):
-            group, *others = neighbors
-            run, shape = copy.copy(group), (sum(neighbor.heads for neighbor in (group, *others)), slots)
-            end = begin + shape[0] * slots
-            run.keys, run.values = (states[:, begin:end].unflatten(1, shape) for states in (self.keys, self.values))
-            self.runs.append(run)
-            begin = end
-
-    def _is_plain(self) -> bool:
-        """Whether nothing but a token's states has to be stored, each group has its window, and rows are alike."""
-        layout = self.layout
-        if self.shared or self.held or self.quantized or self.margin or not self.ready:
-            return False
-        return not (layout.chunked or layout.scattered or any(self.pads or ()))
-
-    def follow_selection(self) -> None:
-        """Learn that budgeted heads have selected, so that their rows skip other columns."""
-        self.table = None
-        self._find_runs()
-
-    def store(self, group: HeadGroup, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store columns of one group, for which `make_room` has prepared: [batch, heads, tokens, head_dim]."""
-        if torch.is_grad_enabled():  # to enter `no_grad` takes as long as to store one token
-            with torch.no_grad():
-                group.store(column, keys, values)
-        else:
-            group.store(column, keys, values)
-        if isinstance(group, QuantizedGroup):
-            self.table = None  # it says what is packed
+        is_plain = all(heads.plain and heads.ready for heads in self.heads)
+        is_special = self.shared or self.margin or self.layout.chunked or self.layout.scattered or any(self.pads or ())
+        self.runs = self.storage.runs() if self.keys is not None and is_plain and not is_special else []
 
     def advance(self, tokens: int) -> None:
         """Count columns that have been stored."""
         self.seen += tokens
-        # tiles hold a window for whatever may be taken back
-        if not self.layout.quantized_window and self.seen > self.layout.sink + self.streaming.ring:
-            self.restorable = max(self.restorable, self.seen - self.streaming.margin - 1)
+        for heads in self.heads:
+            heads.advance(self.seen)
+
+    def finish(self, tokens: int) -> None:
+        """Count the columns of a forward in which heads may have selected or packed tokens."""
+        self.advance(tokens)
+        self.storage.note_rows()
+        self._find_runs()
 
     @property
     def ready(self) -> bool:
         """Whether all that is known of the past lies in the groups."""
-        return self.budgeted is None or self.budgeted.selected
-
-    @torch.inference_mode(False)  # later selections write to it
-    def head_table(self) -> "HeadTable":
-        """The heads as the kernels see them; the same tensors until storage or rows change."""
-        if self.table is None:
-            heads, skips, packed = [], [], []
-            offset = tile = 0
-            counts = iter(self.counts)
-            for group, slots in zip(self.groups, self.slots, strict=True):
-                quantized = isinstance(group, QuantizedGroup)
-                tiles = next(counts) if quantized else 0
-                sink = EVERY if group.sink is None else group.sink
-                recent = group.span if quantized else max(group.recent, 1)
-                for _ in range(group.heads):
-                    heads.append((offset, sink, max(group.ring, 1), recent, tile if quantized else -1, max(tiles, 1)))
-                    skips.append(group.skips)
-                    packed.append(group.packed)
-                    offset, tile = offset + slots, tile + tiles
-            (offsets, sinks, rings, recents, first_tiles, counts), skipped, packed = (
-                on_device(list(zip(*part, strict=True)), self.device, torch.int32) for part in (heads, skips, packed)
-            )
-            assert self.keys is not None  # as `make_room` was called
-            assert self.values is not None
-            self.table = HeadTable(self.keys, self.values, offsets, sinks, rings, recents, skipped)
-            if self.tiles is not None:
-                self.table = self.table._replace(
-                    tiles=self.tiles,
-                    first_tiles=first_tiles,
-                    packed=packed,
-                    counts=counts if self.layout.quantized_window else None,
-                    quantization=self.layout.quantization,
-                    rotated_keys=self.layout.rotated_keys,
-                    rotated_values=self.layout.rotated_values,
-                )
-        return self.table
+        return all(heads.ready for heads in self.heads)
 
     def check_crop(self, length: int) -> None:
         """Raise ValueError where columns from `length` on cannot be taken back."""
-        if self.layout.streaming and length < min(self.restorable, self.seen):
-            raise ValueError(
-                f"cannot take the cache back from {self.seen} to {length} tokens: streaming heads kept only what is "
-                f"needed from {self.restorable} on; call activate_past_recording() before what may be taken back"
-            )
-        if self.budgeted and self.seen:
-            oldest = max(self.budgeted.oldest(self.columns.settled), 1) if self.ready else self.seen + 1
-            if length < oldest:
-                raise ValueError(
-                    f"cannot take the cache back to {length} tokens: that is inside the prompt, or before the "
-                    "observation window of the last selection, and budgeted heads have dropped or quantized some of it"
-                )
-        if length < (tiles_end := max((group.tiles_end for group in self.filling), default=0)):
-            raise ValueError(
-                f"cannot take the cache back from {self.seen} to {length} tokens: all but the newest "
-                f"{self.seen - tiles_end} are quantized"
-            )
+        for heads in self.heads if self.seen else ():
+            heads.check_crop(length, self.seen)
 
     def crop(self, length: int) -> None:
         """Take columns back, as `check_crop` allows."""
-        if self.budgeted:
-            self.budgeted.take_back(length, self)
+        for heads in self.heads:
+            heads.take_back(length)
         self.seen = min(self.seen, length)
 
     def get_seq_length(self) -> int:
         return self.seen
 
-    def _bind(self) -> None:
-        """Let the groups be views of the layer's buffers."""
-        if self.keys is not None and self.values is not None:
-            bind(self.groups, self.slots, (self.keys, self.values))
-        if self.tiles is not None:
-            bind_tiles(self.quantized, self.counts, self.tiles)
-
     @torch.inference_mode(False)
     def take_rows(self, rows: Rows) -> None:
         """Reorder, repeat or drop rows; the cache's padding has followed already."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = rows(self.keys), rows(self.values)
-        if self.tiles is not None:
-            self.tiles = self.tiles.map(rows)
-        self._bind()
-        if self.budgeted:
-            self.budgeted.take_rows(rows)
-        self.pads, self.table = self.columns.pads, None
-        for group in self.groups:
-            group.take_rows(rows.of)
-            group.align(self.pads)
+        self.storage.take_rows(rows)
+        for heads in self.heads:
+            heads.take_rows(rows)
+        self._align()
         self._find_runs()
 
 
@@ -508,4 +367,4 @@ class KVSurgeryCache(HandingCache):
 
     @property
     def _rows(self) -> int:
-        return next((len(layer.full.keys) for layer in self.attention if layer.is_initialized), 0)
+        return next((len(layer.storage.groups[0].keys) for layer in self.attention if layer.is_initialized), 0)

@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from . import kv_decode, kv_store
+from . import (
+    kv_decode,
+    kv_pack,  # needs quantized
+    kv_store,
+)
 from .kv_cache import KVLayerCache
-from .kv_codes import rotated
 from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
 from .kv_prefill import Span, Window, prefill, prefill_with_lse
@@ -19,6 +22,8 @@ try:
     from flash_attn import flash_attn_func
 except ImportError:
     flash_attn_func = None
+
+KERNELS = True  # whether budgeted heads select and move tokens by kernels
 
 
 @functools.cache
@@ -41,29 +46,28 @@ def decode(
     packs tiles: it comes only in steps where some are due.
     """
     pack(layer)
-    table = layer.head_table()
+    table = layer.storage.table()
     columns = layer.columns.on(query.device)
     rotated_query = kv_store.append(table, columns, query[:, :, 0], key, value)
-    if layer.held:
-        heads = len(layer.held.groups) * query.shape[1] // key.shape[1]
-        layer.held.watch_step(columns, rotated_query[:, -heads:, None])
+    for heads in layer.heads:
+        heads.watch_step(columns, rotated_query[:, :, None])
     layer.advance(1)
     return kv_decode.decode(rotated_query, table, columns, scoring)[:, :, None]
 
 
 def decode_stored(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
-    """The same for a token per row that `decode` has stored."""
-    table = layer.head_table()
-    rotated_query = rotated(query, table.rotated_keys * query.shape[1] // len(table.offsets))
+    """Attend from a token per row that `decode` has stored."""
+    table, rotated_query = layer.storage.table(), layer.storage.rotated_query(query)
     return kv_decode.decode(rotated_query[:, :, 0], table, layer.columns.on(query.device), scoring)[:, :, None]
 
 
 def pack(layer: KVLayerCache) -> None:
     """Quantize the tiles and select the tokens that are due before the next one is stored; mostly there is nothing."""
-    if layer.budgeted and layer.seen == layer.budgeted.due:
-        layer.budgeted.renew(layer.seen, layer, kernels=True)
-    if layer.quantized:
-        kv_store.flush_due(layer.quantized, layer.head_table(), layer.columns.settled)
+    for heads in layer.heads:
+        if heads.due == layer.seen:
+            heads.renew(layer.seen, kernels=True)
+    if layer.storage.tiled:  # needs quantized
+        kv_pack.flush_due(layer.storage.tiled, layer.storage.table(), layer.columns.settled)
 
 
 def causal(

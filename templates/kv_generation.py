@@ -11,11 +11,11 @@ import transformers
 from transformers import PretrainedConfig
 
 from .kv_adapters import NO_HOTSWAP, check_adapters, check_order, mark_order
-from .kv_attention import NAME, RUNNING, Forward
+from .kv_attention import NAME, RUNNING, Running
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
-from .kv_graph import DecodeGraph
-from .kv_heads import selecting_heads
+from .kv_graph import DecodeGraph  # needs kernels
 from .kv_inputs import by_name, input_shape, padding_of, text_starts
+from .kv_kinds import kinds_of, storage_of
 from .kv_layout import KVLayout, Quantization, text_config
 
 # where `from_pretrained` reads files from
@@ -31,7 +31,8 @@ class KVSurgeryModel:
         layout = KVLayout.from_config(config)
         layout.check_windows(text_config(config))
         for layer in layout.layers:
-            selecting_heads(layer)  # before weights are loaded, whether their code is here
+            kinds_of(layer)  # before weights are loaded, whether their code is here
+            storage_of(layer)
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
@@ -137,7 +138,8 @@ class KVSurgeryGeneration(KVSurgeryModel):
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
-        cache.graph = DecodeGraph()  # adapters and hooks may have changed since the last turn
+        # adapters and hooks may have changed since the last turn
+        cache.graph = DecodeGraph()  # needs kernels
         cache.expect_prompt(generation_config.kv_prompt)
         cache.confirm(cache.get_seq_length())
         # a draft is asked for a few tokens again and again
@@ -258,7 +260,8 @@ def with_kv_cache(forward: Callable) -> Callable:
             cache.begin(mask, *shape)
         depth = enter_checked(config, starts)
         try:
-            if cache is not None and cache.columns.expected > shape[1] == 1 and isinstance(self, KVSurgeryGeneration):
+            is_step = cache is not None and cache.columns.expected > shape[1] == 1
+            if is_step and isinstance(self, KVSurgeryGeneration):  # needs kernels
                 cache.graph = cache.graph or DecodeGraph()
                 output = cache.graph.step(forward, self, arguments, cache)
                 if output is not None:
@@ -296,7 +299,7 @@ def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> tuple[tupl
 def enter_checked(config: Any, starts: torch.Tensor | None) -> int:
     """State that a forward is under way whose arguments have been checked; returns how many others it lies in."""
     forwards = RUNNING.get()
-    RUNNING.set((*forwards, Forward(config, checked=True, starts=starts)))
+    RUNNING.set((*forwards, Running(config, checked=True, starts=starts)))
     return len(forwards)
 
 
@@ -310,7 +313,7 @@ def return_to(depth: int) -> None:
 def enter(module: torch.nn.Module, *args) -> None:
     """State whose forward is under way: of the decoder, or of what lies between it and the model."""
     forwards, config = RUNNING.get(), text_config(module.config)
-    RUNNING.set((*forwards, forwards[-1] if forwards[-1].config is config else Forward(config)))
+    RUNNING.set((*forwards, forwards[-1] if forwards[-1].config is config else Running(config)))
 
 
 @torch.compiler.disable

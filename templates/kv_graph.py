@@ -58,7 +58,7 @@ class DecodeGraph:
             return None
         for layer in cache.layers:
             layer.make_room(1)
-        tables = [layer.table for layer in cache.layers]
+        tables = [layer.storage.made for layer in cache.layers]
         if any(table is None for table in tables):  # the kernels have not run over this storage
             return None
         if len(tables) != len(self.tables) or any(a is not b for a, b in zip(tables, self.tables, strict=True)):

@@ -1,13 +1,13 @@
 """Storage of the heads of one kind in one layer, by position."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 
-from .kv_columns import Rows, on_device
+from .kv_columns import on_device
 from .kv_layout import EVERY, LayerLayout
-from .kv_softmax import Skipped
+from .kv_softmax import Read, Scoring, Skipped, attend, over_columns
 
 # elements of keys that are quantized or dequantized together: what stays in a CPU's cache, and enough work for a GPU
 BLOCK, CUDA_BLOCK = 2**20, 2**24
@@ -25,6 +25,11 @@ class HeadGroup:
     dropped. Full heads store position p in slot p. Streaming heads do so while p < sink, and from there on go round a
     ring: slot sink + (p - sink) % ring.
     """
+
+    tiled = False  # whether older tokens are in tiles
+    tiles: Any = ()  # keys and values that are quantized
+    count = 0  # tiles of a head that storage is allocated for
+    tiles_end = 0  # the first column that no row has in a tile, nor a later one
 
     def __init__(self, states: torch.Tensor, heads: int, sink: int | None = None, recent: int = 0):
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim]; without a sink they are full heads."""
@@ -126,7 +131,9 @@ class HeadGroup:
 
     def widen(self, margin: int, seen: int, capacity: int) -> None:
         """Let the ring hold `margin` tokens beyond the window; `seen` columns have come, of `capacity`."""
-        if self.sink is not None and seen - self.min_skipped > self.sink + self.ring:
+        if self.sink is None:  # all tokens are kept
+            return
+        if seen - self.min_skipped > self.sink + self.ring:
             ring = self.recent + margin
             slots = min(capacity - self.min_skipped, self.max_tokens, self.sink + ring)
             positions = self.positions(self.lengths(seen), slots, ring)
@@ -151,6 +158,10 @@ class HeadGroup:
 
     def store(self, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the columns from `column` on: [batch, heads, tokens, head_dim]. Padding is not stored."""
+        if torch.is_grad_enabled():  # to enter `no_grad` takes as long as to store one token
+            with torch.no_grad():
+                self.store(column, keys, values)
+            return
         tokens = keys.shape[2]
         if isinstance(self.skipped, int) and column >= self.skipped:
             self.write(slice(None), column - self.skipped, keys, values)
@@ -190,91 +201,54 @@ class HeadGroup:
         slot = self.slot(position.clamp(min=0))
         self.keys[rows, :, slot], self.values[rows, :, slot] = keys[:, :, 0], values[:, :, 0]
 
+    def packable(self, row: int, tokens: int) -> int:
+        """Tokens of a row that tiles take, of its first `tokens`."""
+        return 0
+
+    def newest(self, query: torch.Tensor, seen: int, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
+        """Attention of one query per row, of column seen - 1, to all that is stored, its own token too."""
+        slots, allowed = self.used(seen), None
+        if torch.is_tensor(self.skipped) or self.margin or layout.chunked:
+            lengths = self.lengths(seen).clamp(min=1)  # padding sees itself: no empty softmax
+            position, newest = self.positions(lengths, slots, self.ring), lengths - 1
+            allowed = ((position >= 0) & (position <= newest) & self.in_window(newest, position, layout))[:, None]
+        return attend(query, self.keys.narrow(2, 0, slots), self.values.narrow(2, 0, slots), allowed, scoring)
+
+    def used(self, seen: int) -> int:
+        """Slots that may hold a token of this many columns."""
+        return max(1, min(seen - min(self.skips), self.slots))
+
+    def in_window(self, newest: torch.Tensor, position: torch.Tensor, layout: LayerLayout) -> torch.Tensor | bool:
+        """Which of the stored positions [rows, slots] the newest [rows, 1] sees."""
+        return self.sink is None or (position < self.sink) | layout.in_window(newest, position)
+
+    def over_past(self, keys: torch.Tensor, values: torch.Tensor, past: int, path: Any, snapshot: bool) -> Read:
+        """Queries of full heads at columns from `past` on over all columns, before theirs are stored."""
+        return over_columns(*self.by_column(keys, values, past), path)
+
+    def by_column(
+        self, keys: torch.Tensor, values: torch.Tensor, past: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Skipped]:
+        """What is not in tiles, by column, the arriving tokens last; and the columns that rows skip of it.
+
+        `keys` and `values` [batch, kv_heads, tokens, head_dim] are of the columns from `past` on. Sinks come right
+        before the tokens after the tiles.
+        """
+        first_columns = [skip + packed for skip, packed in zip(self.skips, self.packed, strict=True)]
+        past_columns = max(past - min(first_columns), 0)
+        column = torch.arange(past - past_columns, past, device=keys.device)
+        place = column - on_device(first_columns, keys.device)[:, None]
+        after_tiles = place + on_device(self.packed, keys.device)[:, None]
+        slot = self.slot(torch.where(place < (self.sink or 0), place, after_tiles).clamp(min=0))
+        stored_keys, stored_values = self.take(slot)
+        skips = [first_column - (past - past_columns) for first_column in first_columns]
+        skipped = skips[0] if len(set(skips)) == 1 else on_device(skips, keys.device)
+        return torch.cat([stored_keys, keys], 2), torch.cat([stored_values, values], 2), skipped
+
+    def descriptor(self) -> tuple[int, ...]:
+        """Sink, ring and window of each head, as `HeadTable` has them."""
+        return EVERY if self.sink is None else self.sink, max(self.ring, 1), max(self.recent, 1)
+
     def take_rows(self, reorder: Callable[[list], list]) -> None:
         """Follow a change of rows in what is known of them; storage is its owner's to change."""
         self.dropped, self.skips, self.packed = reorder(self.dropped), reorder(self.skips), reorder(self.packed)
-
-
-class SelectingHeads(Protocol):
-    """What the cache and attention use of one layer's budgeted heads; `BudgetedHeads` documents it.
-
-    kv_budget.py has them, and kv_hold.py those whose budgets hold. A checkpoint carries these files where it has such
-    heads; each adds its class to `SELECTING`.
-    """
-
-    groups: Sequence[HeadGroup]  # one for each head
-    selected: bool
-    margin: int
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def due(self) -> int: ...
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: Any,
-        path: Any,
-        needs_grad: bool,
-        scoring: Any,
-    ) -> tuple[torch.Tensor, Callable]: ...
-    def take_rows(self, rows: "Rows") -> None: ...
-    def oldest(self, settled: int) -> int: ...
-    def widen(self, margin: int, seen: int, capacity: int) -> None: ...
-    def reserve(self, columns: int) -> None: ...
-    def watch(self, column: int, query: torch.Tensor) -> None: ...
-    def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None: ...
-    def renew(self, column: int, layer: Any, kernels: bool = False) -> None: ...
-    def take_back(self, length: int, layer: Any) -> None: ...
-
-
-# by whether budgets hold: makes empty storage for heads like `states`, with a layer's layout and the prompt's columns
-SELECTING: dict[bool, Callable[[torch.Tensor, LayerLayout, int], SelectingHeads]] = {}
-
-
-def selecting_heads(layout: LayerLayout) -> Callable[[torch.Tensor, LayerLayout, int], SelectingHeads] | None:
-    """The class of a layer's budgeted heads; None: it has none.
-
-    Raises:
-        ValueError: this checkpoint was converted without such heads, and does not carry their code.
-    """
-    if not layout.budgets:
-        return None
-    if layout.holds not in SELECTING:
-        heads_suffix, options_suffix = (" with rolling budgets", " and --hold") if layout.holds else ("", "")
-        raise ValueError(
-            f"config.json asks for budgeted heads{heads_suffix}, and this checkpoint was converted without their code; "
-            f"convert the original model with --rest budgeted{options_suffix}"
-        )
-    return SELECTING[layout.holds]
-
-
-def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move groups of one layer into one buffer of keys and one of values, with this many slots a head.
-
-    Returns:
-        The buffers, [batch, sum of heads x slots, head_dim]: head after head, group after group.
-    """
-    old_states = [(group.keys, group.values) for group in groups]
-    batch, _, _, head_dim = old_states[0][0].shape
-    total_slots = sum(keys.shape[1] * count for (keys, _), count in zip(old_states, slots, strict=True))
-    # zeros, not uninitialized memory: a masked slot has weight 0, and 0 x NaN would be NaN
-    buffers = (
-        old_states[0][0].new_zeros(batch, total_slots, head_dim),
-        old_states[0][0].new_zeros(batch, total_slots, head_dim),
-    )
-    bind(groups, slots, buffers)
-    for group, (keys, values) in zip(groups, old_states, strict=True):
-        group.keys[:, :, : keys.shape[2]], group.values[:, :, : keys.shape[2]] = keys, values
-    return buffers
-
-
-def bind(groups: Sequence[HeadGroup], slots: Sequence[int], buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Let groups be views of buffers that `allocate` made, or of their rows."""
-    shapes = [(group.heads, count) for group, count in zip(groups, slots, strict=True)]
-    parts = (buffer.split([heads * count for heads, count in shapes], 1) for buffer in buffers)
-    for group, shape, keys, values in zip(groups, shapes, *parts, strict=True):
-        group.keys, group.values = keys.unflatten(1, shape), values.unflatten(1, shape)
-        group.in_buffers = True

@@ -20,19 +20,19 @@ import torch
 import torch.nn.functional as F
 
 from .kv_budget import BudgetedHeads, most_important, weighted
-from .kv_cache import KVLayerCache
-from .kv_columns import Rows, on_device
-from .kv_heads import SELECTING, HeadGroup
+from .kv_columns import Columns, Rows, on_device
+from .kv_heads import HeadGroup
 from .kv_layout import TILE, VALUE_NORM, LayerLayout
 from .kv_received import attention_received
 from .kv_softmax import Scoring
+from .kv_storage import Storage
 from .kv_tiles import QuantizedGroup
 from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, take_positions
 
 try:
-    from . import kv_move, kv_reselect, kv_store
+    from . import kv_move, kv_pack, kv_reselect
 except ImportError:  # no triton: torch does everything
-    kv_move = kv_reselect = kv_store = None
+    kv_move = kv_pack = kv_reselect = None
 
 
 class Renewal(NamedTuple):
@@ -51,12 +51,15 @@ class Renewal(NamedTuple):
 class HeldHeads(BudgetedHeads):
     """One layer's budgeted heads, which never keep more than budget, observation window and a block."""
 
-    def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
-        super().__init__(states, layout, prompt)
+    plain = False
+    margin = 0  # columns that can be taken back
+
+    def __init__(self, states: torch.Tensor, layout: LayerLayout, columns: Columns, storage: Storage):
+        super().__init__(states, layout, columns, storage)
         assert self.selection.hold is not None
-        self.hold, self.next = self.selection.hold, prompt + self.selection.hold  # before which heads select again
+        self.hold, self.next = self.selection.hold, self.prompt + self.selection.hold  # before which heads select again
         self.budget_tensor = on_device(self.budgets, states.device, torch.int32)  # as the kernels take them
-        self.quantized = [group for group in self.groups if isinstance(group, QuantizedGroup)]
+        self.quantized = [group for group in storage.tiled if group in self.groups]
         for group, budget in zip(self.groups, self.budgets, strict=True):
             group.max_tokens = budget + self.selection.window + self.hold
         self.query_ring: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
@@ -66,9 +69,20 @@ class HeldHeads(BudgetedHeads):
         self.scores = states.new_zeros(states.shape[0], 0, dtype=torch.float32)  # of all heads, one after the other
         self.firsts = self.scores[0]  # int32 [heads + 1], where those of each head begin, once there are some
 
+    @staticmethod
+    def count(layout: LayerLayout) -> int:
+        return len(layout.budgets) if layout.holds else 0
+
     @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.scores.nbytes
+    def extra_bytes(self) -> int:
+        return super().extra_bytes + self.scores.nbytes
+
+    def settle(self, column: int) -> None:
+        for group in self.groups:
+            group.settled = column
+
+    def check_tiles(self, length: int, seen: int) -> None:
+        """Nothing is refused: a tile that was filled since `oldest` is undone."""
 
     def take_rows(self, rows: Rows) -> None:
         super().take_rows(rows)
@@ -113,8 +127,7 @@ class HeldHeads(BudgetedHeads):
 
     def select(self, keys: torch.Tensor, values: torch.Tensor, pads: Sequence[int], scoring: Scoring) -> torch.Tensor:
         self.scoring = scoring if scoring.sinks is None else scoring._replace(sinks=scoring.sinks.detach())
-        for group in self.groups:
-            group.settled = self.prompt - 1
+        self.settle(self.prompt - 1)
         return super().select(keys, values, pads, scoring)
 
     def remember(self, importance: torch.Tensor, places: torch.Tensor) -> None:
@@ -139,6 +152,7 @@ class HeldHeads(BudgetedHeads):
     @torch.inference_mode(False)
     @torch.no_grad()
     def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
+        query = query[:, -len(self.groups) * query.shape[1] // self.layout.heads :]
         ring = self._query_ring(query)
         ring[:, :, (columns[0] - 1) % ring.shape[2]] = query
 
@@ -148,11 +162,10 @@ class HeldHeads(BudgetedHeads):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def renew(self, column: int, layer: KVLayerCache, kernels: bool = False) -> None:
-        for group in self.groups:
-            group.settled = column
+    def renew(self, column: int, kernels: bool = False) -> None:
+        self.settle(column)
         if column < self.next:
-            self._pack(column, layer, kernels)
+            self._pack(column, kernels)
             return
         window = self.selection.window
         lengths = [[max(column - skip, 0) for skip in skips] for skips in self._by_row("skips")]
@@ -166,19 +179,19 @@ class HeldHeads(BudgetedHeads):
         ]
         any_tokens = any(map(any, lengths))
         if kept_counts == lengths and not (any_tokens and self.scores.shape[1]):  # nothing to drop, nothing to add up
-            self._pack(column, layer, kernels)
+            self._pack(column, kernels)
             self.next = column + self.hold
             return
-        self._back_up(column, layer)
+        self._back_up(column)
         kept_by_head = [*zip(*kept_counts, strict=True)]
         dropped = [[column - tokens for tokens in head_tokens] for head_tokens in kept_by_head]
         self.start, self.next = column - window, column + self.hold
         if kernels:
-            self._renew_by_kernels(column, layer, max(map(max, lengths)), kept_by_head)
-            self._align(dropped, layer)
+            self._renew_by_kernels(column, max(map(max, lengths)), kept_by_head)
+            self._align(dropped)
             return
         head_lengths = [max(head_tokens) for head_tokens in zip(*lengths, strict=True)]
-        codes = TokenCodes(self.quantized, layer) if self.quantized else None
+        codes = TokenCodes(self.quantized, self.storage) if self.quantized else None
         keys = self._stored(KEYS, head_lengths, codes)
         needs_values = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
         values = self._stored(VALUES, head_lengths, codes) if needs_values else keys[:, :, :0]
@@ -194,11 +207,9 @@ class HeldHeads(BudgetedHeads):
             codes.keep(keys, order, kept_tensor, kept_by_head, [*zip(*lengths, strict=True)])
         else:
             self._write([*map(max, kept_by_head)], take_positions(keys, order), take_positions(values, order))
-        self._drop(dropped, layer)
+        self._drop(dropped)
 
-    def _renew_by_kernels(
-        self, column: int, layer: KVLayerCache, max_length: int, kept_by_head: list[tuple[int, ...]]
-    ) -> None:
+    def _renew_by_kernels(self, column: int, max_length: int, kept_by_head: list[tuple[int, ...]]) -> None:
         """Select tokens and move them in two launches.
 
         Args:
@@ -209,7 +220,7 @@ class HeldHeads(BudgetedHeads):
         assert kv_move is not None
         assert self.query_ring is not None
         assert self.scoring is not None
-        table = self.head_table(layer)
+        table = self.storage.table().last(len(self.groups))
         accumulated = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
         kept_positions = kv_reselect.select(
             table, self.budget_tensor, self.query_ring, column, max_length, self.selection, self.scoring, accumulated
@@ -233,46 +244,51 @@ class HeldHeads(BudgetedHeads):
         importance = weighted(attention, values, self.selection)
         return importance + self._scores(keys.shape[2]) if self.scores.shape[1] else importance
 
-    def _pack(self, column: int, layer: KVLayerCache, kernels: bool) -> None:
+    def _pack(self, column: int, kernels: bool) -> None:
         """Fill the tiles that are due before a column between selections."""
         due_groups = [group for group in self.quantized if group.due()]
         if not due_groups:
             return
-        self._back_up(column, layer)
+        self._back_up(column)
         if kernels:
-            assert kv_store is not None
-            kv_store.flush_due(self.quantized, self.head_table(layer), column)
+            assert kv_pack is not None
+            kv_pack.flush_due(self.quantized, self.storage.table().last(len(self.groups)), column)
             return
         for group in due_groups:
             group.pack()
-        self._drop([group.dropped for group in self.groups], layer)
+        self._drop([group.dropped for group in self.groups])
 
-    def _back_up(self, column: int, layer: KVLayerCache) -> None:
+    def _back_up(self, column: int) -> None:
         """Copy what the heads have, if the column before which they change may be taken back."""
-        self._confirm(layer)
-        if column > layer.columns.settled:
+        self._confirm()
+        if column > self.columns.settled:
             dropped, packed = [group.dropped for group in self.groups], [[*group.packed] for group in self.groups]
             stored = [[part.clone() for part in _stored_parts(group)] for group in self.groups]
-            columns = column, self.oldest(column), self.start, self.next
+            columns = column, self._oldest(column), self.start, self.next
             self.renewals.append(Renewal(*columns, dropped, packed, stored, self._scores(max(self.counts))))
 
-    def _confirm(self, layer: KVLayerCache) -> None:
+    def _confirm(self) -> None:
         """Forget the copies that no confirmed column needs."""
-        self.renewals = [renewal for renewal in self.renewals if renewal.column > layer.columns.settled]
+        self.renewals = [renewal for renewal in self.renewals if renewal.column > self.columns.settled]
 
-    def oldest(self, settled: int) -> int:
+    @property
+    def oldest(self) -> int:
+        return self._oldest(self.columns.settled)
+
+    def _oldest(self, settled: int) -> int:
+        """The first column that could be taken back where `settled` columns never are."""
         current_oldest = max(self.start, *(group.tiles_end for group in self.quantized), 0)
         return next((renewal.oldest for renewal in self.renewals if renewal.column > settled), current_oldest)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def take_back(self, length: int, layer: KVLayerCache) -> None:
-        self._confirm(layer)
+    def take_back(self, length: int) -> None:
+        self._confirm()
         while self.renewals and self.renewals[-1].column > length:
-            self._restore(self.renewals.pop(), layer)
+            self._restore(self.renewals.pop())
         self.renewals = []  # what is left is confirmed
 
-    def _restore(self, renewal: Renewal, layer: KVLayerCache) -> None:
+    def _restore(self, renewal: Renewal) -> None:
         """Let heads have what they had."""
         for group, packed, saved_parts in zip(self.groups, renewal.packed, renewal.stored, strict=True):
             group.packed = packed
@@ -280,7 +296,7 @@ class HeldHeads(BudgetedHeads):
                 part[:, :, : saved.shape[2]] = saved  # there may be more room by now
         self._set_scores(renewal.scores)
         self.start, self.next = renewal.start, renewal.next
-        self._drop(renewal.dropped, layer)
+        self._drop(renewal.dropped)
 
     def _by_row(self, name: str) -> list[tuple[int, ...]]:
         """What groups know of their rows, row by row."""
@@ -300,22 +316,16 @@ class HeldHeads(BudgetedHeads):
         for head, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
             group.write(slice(None), 0, keys[:, head, None, :count], values[:, head, None, :count])
 
-    def _align(self, dropped: list[list[int]], layer: KVLayerCache) -> None:
+    def _align(self, dropped: list[list[int]]) -> None:
         """Let groups know how many columns each row has dropped."""
         for group, group_dropped in zip(self.groups, dropped, strict=True):
             group.dropped = group_dropped
-            group.align(layer.columns.pads)
+            group.align(self.columns.pads)
 
-    def _drop(self, dropped: list[list[int]], layer: KVLayerCache) -> None:
-        """Let groups know how many columns each row has dropped, and the kernels, in the tensor that they know."""
-        self._align(dropped, layer)
-        table_tensors = {} if layer.table is None else {"skips": layer.table.skipped, "packed": layer.table.packed}
-        for name, tensor in table_tensors.items():
-            if tensor is not None:
-                tensor[:, -len(self.groups) :] = on_device(self._by_row(name), tensor.device, tensor.dtype)
-
-
-SELECTING[True] = HeldHeads
+    def _drop(self, dropped: list[list[int]]) -> None:
+        """Let groups and kernels know how many columns each row has dropped."""
+        self._align(dropped)
+        self.storage.note_rows()
 
 
 def _next_tile(group: QuantizedGroup) -> int:
@@ -326,4 +336,4 @@ def _next_tile(group: QuantizedGroup) -> int:
 
 def _stored_parts(group: HeadGroup) -> list[torch.Tensor]:
     """Keys, values and tiles of a group, with slots or tiles in the third dimension."""
-    return [group.keys, group.values, *(group.tiles if isinstance(group, QuantizedGroup) else ())]
+    return [group.keys, group.values, *group.tiles]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from .kv_cache import HeadTable
 from .kv_kernels import (
     LOWEST,
     TILE_TOKENS,
@@ -24,8 +23,9 @@ from .kv_kernels import (
     triton,
 )
 from .kv_layout import VALUE_NORM, Selection
+from .kv_pack import _pack_options
 from .kv_softmax import Scoring
-from .kv_store import _pack_options
+from .kv_storage import HeadTable
 
 ALWAYS_KEPT = tl.constexpr(0x7F800000)  # the bits of infinity: more than those of any importance
 

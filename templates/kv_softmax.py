@@ -17,6 +17,8 @@ LOWEST = -1.0e30  # stands in for the log-sum-exp of nothing, so that difference
 Skipped = int | torch.Tensor  # columns that every row skips, or that each one does, int64 [batch] on the device
 # which keys queries see, as a mask: of queries [1, m, 1] and keys [1, 1, n] by column or slot, bool [1 or batch, m, n]
 Visible = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# attention of queries [batch, query_heads, n, head_dim] at the last n columns of a forward, over what was stored of it
+Read = Callable[[torch.Tensor, "Scoring"], torch.Tensor]
 
 
 class Scoring(NamedTuple):
@@ -140,6 +142,11 @@ def causal(
     return F.scaled_dot_product_attention(
         query, keys, values, dropout_p=scoring.dropout, is_causal=True, scale=scoring.scale, enable_gqa=True
     )
+
+
+def over_columns(keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, path: Any) -> Read:
+    """Queries of the last columns over keys and values by column, computed by `path`."""
+    return lambda query, scoring: path.causal(query, keys, values, skipped, scoring)
 
 
 def causal_with_lse(

@@ -1,13 +1,18 @@
 """Heads whose older tokens lie in quantized tiles, each written once."""
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from .kv_codes import Tiles, dequantize, empty_tiles, quantize
-from .kv_columns import on_device
+from .kv_codes import Tiles, dequantize, empty_tiles, key_products, quantize, rotated, weighted_values
+from .kv_columns import Rows, on_device
 from .kv_heads import HeadGroup, block_elements
-from .kv_layout import EVERY, TILE, Quantization
+from .kv_layout import EVERY, TILE, LayerLayout, Quantization
+from .kv_softmax import Read, Scoring, folded, merge
+from .kv_storage import HeadTable, Storage
 
 
 class QuantizedGroup(HeadGroup):
@@ -19,6 +24,7 @@ class QuantizedGroup(HeadGroup):
     """
 
     sink: int
+    tiled = True
 
     def __init__(self, states: torch.Tensor, heads: int, quantization: Quantization, sink: int, span: int):
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim] that see `sink` and `span` tokens."""
@@ -113,6 +119,56 @@ class QuantizedGroup(HeadGroup):
         )
         return keys, values
 
+    def newest(self, query: torch.Tensor, seen: int, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
+        if not max(self.packed):
+            return super().newest(query, seen, layout, scoring)
+        # over slots and the tiles' codes, in float32: nothing is dequantized
+        slots, tiles, bits = self.used(seen), self.packed_tiles(), self.quantization.bits
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        folded_query = folded(query, self.keys, None)[0].to(dtype)
+        batch, heads, count = tiles.key_codes.shape[:3]
+        room = folded_query.new_empty(
+            batch * heads * min(count, self.tiles_at_once(batch)) * TILE * folded_query.shape[3]
+        )
+        products = [folded_query @ self.keys[:, :, :slots].to(dtype).mT, key_products(folded_query, tiles, bits, room)]
+        scores = scoring.scores(torch.cat(products, 3))
+        for rows, spans in self.unseen(seen, slots, count * TILE):
+            for begin, end in spans:
+                scores[rows, :, :, begin:end] = float("-inf")
+        weights = F.dropout(scores.softmax(3), scoring.dropout)
+        output = weights[..., :slots] @ self.values[:, :, :slots].to(dtype)
+        output += weighted_values(weights[..., slots:], tiles, bits, room)
+        output = output.view(query.shape)
+        if scoring.sinks is not None:
+            output = scoring.sunk(output, scores.logsumexp(3).view(query.shape[:3]))
+        return output.to(query.dtype)
+
+    def in_window(self, newest: torch.Tensor, position: torch.Tensor, layout: LayerLayout) -> bool:
+        return True  # what leaves the ring is in tiles
+
+    def over_past(self, keys: torch.Tensor, values: torch.Tensor, past: int, path: Any, snapshot: bool) -> Read:
+        """The tiles are dequantized; what is not packed yet and the queries' own tokens are read as they came."""
+        if not max(self.packed):
+            return super().over_past(keys, values, past, path, snapshot)
+        *states, skipped = self.by_column(keys, values, past)
+        then = copy.copy(self)
+        then.packed = [*self.packed]  # tiles that follow are packed beside these
+        if snapshot:  # a selection writes to these
+            then.tiles = then.tiles.map(torch.clone)
+
+        def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+            output, lse = path.causal_with_lse(query, *states, skipped, scoring)
+            output = output.float()  # rounded once, not at every block
+            for block in then.blocks():
+                for part, result in path.over_block(query, *block, scoring):
+                    output[part], lse[part] = merge((output[part], lse[part]), result)
+            return scoring.sunk(output, lse).to(query.dtype)
+
+        return read
+
+    def descriptor(self) -> tuple[int, ...]:
+        return self.sink, max(self.ring, 1), self.span
+
     def tiles_at_once(self, rows: int) -> int:
         """Tiles of each head that are worked on together, in this many rows."""
         return max(1, block_elements(self.keys) // (rows * self.heads * TILE * self.keys.shape[-1]))
@@ -155,33 +211,90 @@ class QuantizedGroup(HeadGroup):
             first_token += tokens
 
 
-def head_group(
-    states: torch.Tensor, heads: int, quantization: Quantization | None, sink: int | None = None, recent: int = 0
-) -> HeadGroup:
-    """Empty storage for `heads` heads like `states`, quantized if that is asked for; without a sink they are full."""
-    if quantization is None or not heads:
-        return HeadGroup(states, heads, sink, recent)
-    if sink is None:
-        return QuantizedGroup(states, heads, quantization, quantization.sink, EVERY)
-    return QuantizedGroup(states, heads, quantization, sink, recent)
+class TiledStorage(Storage):
+    """Storage of a layer with quantized heads: one more buffer of each part of their tiles, and rotated states."""
 
+    def __init__(self, layout: LayerLayout):
+        super().__init__(layout)
+        assert layout.quantization is not None
+        self.quantization = layout.quantization
+        self.counts: list[int] = []  # tiles of a head of each tiled group
 
-def allocate_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int]) -> Tiles:
-    """Move the tiles of a layer's groups into one buffer for each part, with this many tiles a head."""
-    old_tiles = [group.tiles for group in groups]
-    total = sum(group.heads * count for group, count in zip(groups, counts, strict=True))
-    buffers = empty_tiles(groups[0].keys, total, groups[0].quantization)
-    bind_tiles(groups, counts, buffers)
-    for group, tiles in zip(groups, old_tiles, strict=True):
-        for new_part, old_part in zip(group.tiles, tiles, strict=True):
-            new_part[:, :, : old_part.shape[2]] = old_part
-    return buffers
+    def add(
+        self, states: torch.Tensor, heads: int, quantized: bool, sink: int | None = None, recent: int = 0
+    ) -> HeadGroup:
+        if not quantized:
+            return super().add(states, heads, quantized, sink, recent)
+        sink, span = (self.quantization.sink, EVERY) if sink is None else (sink, recent)
+        group = QuantizedGroup(states, heads, self.quantization, sink, span)
+        self.groups.append(group)
+        self.tiled.append(group)
+        return group
 
+    def fit(self, capacity: int) -> None:
+        super().fit(capacity)
+        counts = [group.wanted_tiles(capacity) for group in self.tiled]
+        if counts == self.counts:
+            return
+        old_tiles = [group.tiles for group in self.tiled]
+        total = sum(group.heads * count for group, count in zip(self.tiled, counts, strict=True))
+        self.tiles = empty_tiles(self.tiled[0].keys, total, self.quantization)
+        self.counts, self.made = counts, None
+        self._bind()
+        for group, tiles in zip(self.tiled, old_tiles, strict=True):
+            for new_part, old_part in zip(group.tiles, tiles, strict=True):
+                new_part[:, :, : old_part.shape[2]] = old_part
 
-def bind_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int], buffers: Tiles) -> None:
-    """Let the tiles of groups be views of buffers that `allocate_tiles` made, or of their rows."""
-    start = 0
-    for group, count in zip(groups, counts, strict=True):
-        shape, stop = (group.heads, count), start + group.heads * count
-        group.tiles = buffers.map(lambda part: part[:, start:stop].unflatten(1, shape))  # noqa: B023
-        start = stop
+    def _bind(self) -> None:
+        super()._bind()
+        if self.tiles is None:
+            return
+        begin = 0
+        for group, count in zip(self.tiled, self.counts, strict=True):
+            shape, end = (group.heads, count), begin + group.heads * count
+            group.tiles = self.tiles.map(lambda part: part[:, begin:end].unflatten(1, shape))  # noqa: B023
+            begin = end
+
+    @torch.inference_mode(False)
+    def take_rows(self, rows: Rows) -> None:
+        if self.tiles is not None:
+            self.tiles = self.tiles.map(rows)
+        super().take_rows(rows)
+
+    def note_rows(self) -> None:
+        super().note_rows()
+        if self.made is not None and self.made.packed is not None:
+            self.made.packed.copy_(self._by_row("packed"))
+
+    def _make(self) -> HeadTable:
+        table = super()._make()
+        if self.tiles is None:
+            return table
+        first_tiles, counts, tile = [], [], 0
+        for group in self.groups:
+            for _ in range(group.heads):
+                first_tiles.append(tile if group.tiled else -1)
+                counts.append(max(group.count, 1))
+                tile += group.count
+        layout, device = self.layout, table.keys.device
+        return table._replace(
+            tiles=self.tiles,
+            first_tiles=on_device(first_tiles, device, torch.int32),
+            packed=self._by_row("packed"),
+            counts=on_device(counts, device, torch.int32) if layout.quantized_window else None,
+            quantization=self.quantization,
+            rotated_keys=layout.rotated_keys,
+            rotated_values=layout.rotated_values,
+        )
+
+    def runs(self) -> list[HeadGroup]:
+        return [] if self.tiled else super().runs()
+
+    def rotated_query(self, query: torch.Tensor) -> torch.Tensor:
+        return rotated(query, self.layout.rotated_keys * query.shape[1] // self.layout.heads)
+
+    def rotated(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotated(key, self.layout.rotated_keys), rotated(value, self.layout.rotated_values)
+
+    def rotated_back(self, output: torch.Tensor) -> torch.Tensor:
+        return rotated(output, self.layout.rotated_values * output.shape[1] // self.layout.heads, back=True)

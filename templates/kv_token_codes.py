@@ -5,10 +5,10 @@ from itertools import accumulate
 
 import torch
 
-from .kv_cache import KVLayerCache
 from .kv_codes import Tiles, quantize_groups, scale_codes, split_thirds, unpack
 from .kv_columns import on_device
 from .kv_layout import TILE, Quantization
+from .kv_storage import Storage
 from .kv_tiles import QuantizedGroup
 
 KEYS, VALUES = 0, 1
@@ -17,21 +17,21 @@ KEYS, VALUES = 0, 1
 class TokenCodes:
     """The tokens of quantized heads, as they are before a selection: those in tiles by codes of their own."""
 
-    def __init__(self, groups: Sequence[QuantizedGroup], layer: KVLayerCache):
+    def __init__(self, groups: Sequence[QuantizedGroup], storage: Storage):
         """Of the last groups of a layer, each of one head. They are told apart by where they begin in its buffers."""
-        assert layer.keys is not None  # as there are tiles
-        assert layer.values is not None
-        assert layer.tiles is not None
+        assert storage.keys is not None  # as there are tiles
+        assert storage.values is not None
+        assert storage.tiles is not None
         self.groups, self.quantization, self.sink = groups, groups[0].quantization, groups[0].sink
         self.packed = [group.packed for group in groups]
         slots, tiles = [group.slots for group in groups], [TILE * group.count for group in groups]
-        self.stored = [part[:, part.shape[1] - sum(slots) :] for part in (layer.keys, layer.values)]
-        self.tiles = layer.tiles.map(lambda part: part[:, part.shape[1] - sum(tiles) // TILE :])
+        self.stored = [part[:, part.shape[1] - sum(slots) :] for part in (storage.keys, storage.values)]
+        self.tiles = storage.tiles.map(lambda part: part[:, part.shape[1] - sum(tiles) // TILE :])
         self.tokens = by_token(self.tiles, self.quantization.bits)
         starts = [[*accumulate(sizes[:-1], initial=0)] for sizes in (slots, tiles)]
         rows = [*zip(*self.packed, strict=True)]
         row_packed = rows[:1] if len({*rows}) == 1 else rows
-        lookup = on_device([*starts, *row_packed], layer.keys.device)[..., None]
+        lookup = on_device([*starts, *row_packed], storage.keys.device)[..., None]
         self.first_slots, self.first_places, self.packed_rows = lookup[0], lookup[1], lookup[2:]
 
     def states(self, kind: int, position: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def measure(model: PreTrainedModel, steps: int) -> dict[str, float]:
     layers = output.past_key_values.layers
     for layer in layers:
         for part in ("watch", "renew"):
-            setattr(layer.budgeted, part, timed(seconds_by_part, part, getattr(layer.budgeted, part)))
+            setattr(layer.heads[-1], part, timed(seconds_by_part, part, getattr(layer.heads[-1], part)))
     emitted = type(layers[0]).__module__.rpartition(".")[0]
     tiles, codes = (import_module(name, emitted) for name in (".kv_codes", ".kv_token_codes"))
     quantize = timed(seconds_by_part, "quantize", tiles.quantize_groups)

@@ -7,16 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-from kvsurgery.templates import kv_budget, kv_hold  # noqa: F401  # lets caches have budgeted heads
-from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
+from kvsurgery.templates.kv_cache import KVLayerCache
 from kvsurgery.templates.kv_codes import empty_tiles, quantize, rotated
 from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import HeadGroup
 from kvsurgery.templates.kv_layout import ACCUMULATED, EVERY, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
+from kvsurgery.templates.kv_pack import flush
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
 from kvsurgery.templates.kv_softmax import Scoring
-from kvsurgery.templates.kv_store import append, flush
+from kvsurgery.templates.kv_storage import HeadTable
+from kvsurgery.templates.kv_store import append
 from kvsurgery.templates.kv_tiles import QuantizedGroup
 from kvsurgery.templates.kv_token_codes import encoded_tokens, token_states
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
@@ -371,14 +372,14 @@ def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
         layer = KVLayerCache(layout, columns)
         layer.update(keys, values)
         layer.make_room(case.prompt)
-        for part in (layer.keys, layer.values, *(layer.tiles or ())):
+        for part in (layer.keys, layer.values, *(layer.storage.tiles or ())):
             part.fill_(torch.nan if part.is_floating_point() else 255)
         own = keys[:, 1:], values[:, 1:]
-        layer.budgeted.observe(0, query[:, group:])
-        kept = layer.budgeted.select(*own, columns.pads, Scoring(case.head_dim**-0.5))
-        layer.budgeted.compact(*own, kept, layer, kernels)
+        layer.heads[-1].observe(0, query[:, group:])
+        kept = layer.heads[-1].select(*own, columns.pads, Scoring(case.head_dim**-0.5))
+        layer.heads[-1].compact(*own, kept, kernels)
         layers.append(layer)
-    expected, found = ([*table, *(table.tiles or ())] for table in (layer.head_table() for layer in layers))
+    expected, found = ([*table, *(table.tiles or ())] for table in (layer.storage.table() for layer in layers))
     for part, other in zip(found, expected, strict=True):
         if torch.is_tensor(part):
             torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
@@ -450,29 +451,29 @@ def check_renew(case: Renew, dtype: torch.dtype, device: str) -> None:
         layer = KVLayerCache(layout, columns)
         layer.update(*states)
         layer.make_room(prompt)
-        asked, held = query[:, case.group :], layer.budgeted
+        asked, held = query[:, case.group :], layer.heads[-1]
         held.observe(0, asked[:, :, :prompt])
         own = [part[:, 1:, :prompt] for part in states]
-        held.compact(*own, held.select(*own, columns.pads, scoring), layer)
+        held.compact(*own, held.select(*own, columns.pads, scoring))
         for number, group in enumerate(held.groups, 1):
             group.settled = case.column - 1
             group.store(prompt, *(part[:, number, None, prompt:] for part in states))
         layer.seen = case.column
         held.watch(prompt, asked[:, :, prompt:])
         before = [(_held(group, case.column), [*group.packed]) for group in held.groups]
-        layer.head_table()
+        layer.storage.table()
         columns.expected = case.column + 1  # nothing before this step is taken back
-        held.renew(case.column, layer, kernels=kernels)
+        held.renew(case.column, kernels)
         columns.expected = prompt
         layers.append(layer)
-    expected, found = (layer.budgeted.groups for layer in layers)
-    tables = [layer.head_table() for layer in layers]
+    expected, found = (layer.heads[-1].groups for layer in layers)
+    tables = [layer.storage.table() for layer in layers]
     assert tables[1].skipped.equal(tables[0].skipped)
     if how:
         assert tables[1].packed.equal(tables[0].packed)
         assert tables[1].packed[:, 1:].T.tolist() == [group.packed for group in found]
         assert tables[1].packed[:, 1:].any()
-    sums = [layer.budgeted.scores for layer in layers]
+    sums = [layer.heads[-1].scores for layer in layers]
     if dtype == torch.float32:
         torch.testing.assert_close(sums[1], sums[0], rtol=1e-4, atol=1e-6)
     for one, other, (old, packed) in zip(found, expected, before, strict=True):

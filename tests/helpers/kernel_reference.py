@@ -2,11 +2,11 @@
 
 import torch
 
-from kvsurgery.templates.kv_cache import HeadTable
 from kvsurgery.templates.kv_codes import Tiles, dequantize, quantize, rotated
 from kvsurgery.templates.kv_layout import EVERY, TILE
 from kvsurgery.templates.kv_prefill import Span, Window
 from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_storage import HeadTable
 
 
 def append_reference(

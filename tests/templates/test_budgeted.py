@@ -169,7 +169,8 @@ def test_assisted_decoding_beams_and_copies_of_rows(headkv, beams):
 
 def heads(cache):
     """The groups of every budgeted head of a cache."""
-    return [group for layer in cache.layers if layer.budgeted for group in layer.budgeted.groups]
+    kinds = (kind for layer in cache.layers for kind in layer.heads if hasattr(kind, "budgets"))
+    return [group for kind in kinds for group in kind.groups]
 
 
 def test_later_turns_append(headkv):

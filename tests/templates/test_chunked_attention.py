@@ -52,7 +52,7 @@ def test_layers_with_chunks_stay_as_they_are(mixed):
     cache = converted.model.generate(tokens(2, LENGTH), **GREEDY, return_dict_in_generate=True).past_key_values
     new = GREEDY["max_new_tokens"]
     assert cache.allocated_bytes() == layout.kv_bytes(2, LENGTH, new, itemsize=4)
-    assert [layer.slots[1] for layer in cache.layers] == [CHUNK, SINK + RECENT] * 2
+    assert [layer.storage.slots[-1] for layer in cache.layers] == [CHUNK, SINK + RECENT] * 2
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5])

@@ -168,7 +168,7 @@ def test_autocast(checkpoint, tmp_path, quantization):
         found = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
     expected = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
     assert largest(found.logits[0] - expected.logits[0], expected.logits[0]) <= 0.1
-    assert found.past_key_values.layers[0].full.keys.dtype == torch.float32
+    assert found.past_key_values.layers[0].heads[0].groups[0].keys.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", SAMPLE)
@@ -181,7 +181,7 @@ def test_continuing_a_returned_cache(mixed, family):
         assert output.sequences.equal(model.generate(history, **GREEDY))
         history, cache = output.sequences, output.past_key_values
     layout = model.model.layers[0].self_attn.kv_layout
-    assert cache.layers[0].streaming.slots == layout.sink + layout.recent
+    assert cache.layers[0].heads[-1].groups[0].slots == layout.sink + layout.recent
 
 
 @pytest.mark.parametrize("second", ["plain", "lookup", "draft"])
@@ -303,7 +303,7 @@ def test_half_precision(mixed, dtype):
     assert found.dtype == dtype
     assert largest(found.float() - expected, expected) < (0.02 if dtype == torch.float16 else 0.15)
     cache = model.generate(ids, **GREEDY, return_dict_in_generate=True).past_key_values
-    assert cache.layers[0].full.keys.dtype == dtype
+    assert cache.layers[0].heads[0].groups[0].keys.dtype == dtype
 
 
 def test_device_map(mixed):

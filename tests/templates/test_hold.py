@@ -22,8 +22,10 @@ from kvsurgery.templates import kv_codes, kv_hold, kv_layout, kv_tiles, kv_token
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_codes import dequantize, quantize
+from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_layout import TILE, KVLayout, Quantization
 from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_storage import Storage
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
 from tests.helpers.emitted import CLASSES, LOSSLESS, emitted
 from tests.helpers.families import FAMILIES, WITH_STATES, largest, stock, tokens
@@ -220,9 +222,9 @@ def test_quantized_heads_take_constant_memory(tiled):
             tiled(part, past_key_values=cache)
         columns = cache.layers[0].capacity
         assert cache.allocated_bytes() == layout.kv_bytes(1, 300, columns - 300, itemsize=4)
-        beside.add(sum(group.nbytes for group in cache.layers[0].groups[2:]))
+        beside.add(sum(group.nbytes for group in cache.layers[0].heads[-1].groups))
     assert len(beside) <= 2  # at the end of the prompt there is no block yet
-    assert [group.packed for group in cache.layers[0].groups[2:]] == [[0], [128], [256]]
+    assert [group.packed for group in cache.layers[0].heads[-1].groups] == [[0], [128], [256]]
 
 
 def test_full_heads_in_tiles_beside_budgets_in_the_models_dtype(tiled):
@@ -238,7 +240,7 @@ def test_full_heads_in_tiles_beside_budgets_in_the_models_dtype(tiled):
         with torch.no_grad():
             parts = tokens(1, 400).split([300, *[1] * 40, 60], 1)
             found.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
-        assert [group.packed for group in cache.layers[0].quantized] == [[384]]
+        assert [group.packed for group in cache.layers[0].storage.tiled] == [[384]]
     assert largest(found[0] - found[1], found[1]) <= 1e-5
 
 
@@ -260,7 +262,7 @@ def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
         for columns in tokens(1, 640).split([300] + [1] * 340, 1):
             with torch.no_grad():
                 model.to(dtype)(columns, past_key_values=caches[-1])
-    budgeted, every = caches[0].layers[0].budgeted.groups, caches[1].layers[0].full
+    budgeted, every = caches[0].layers[0].heads[-1].groups, caches[1].layers[0].heads[0].groups[0]
     states = (part[:, :, :640].unflatten(2, (-1, TILE)) for part in (every.keys, every.values))
     once = [part.flatten(2, 3)[0] for part in dequantize(quantize(*states, quantization), bits)]
     assert [group.packed for group in budgeted] == [[0], [128], [256]]
@@ -295,7 +297,7 @@ def test_assisted_decoding_of_quantized_heads_is_the_same(tiled, residual, packe
     model.load_state_dict(tiled.state_dict())
     ids, options = tokens(1, 60, seed=3).repeat(1, 3), GREEDY | {"max_new_tokens": 150}
     expected = model.generate(ids, **options, return_dict_in_generate=True)
-    assert [group.packed[0] for group in expected.past_key_values.layers[0].quantized] == packed
+    assert [group.packed[0] for group in expected.past_key_values.layers[0].storage.tiled] == packed
     for other in ({"prompt_lookup_num_tokens": 3 * HOLD}, {"assistant_model": model}):
         assert model.generate(ids, **options, **other).equal(expected.sequences)
 
@@ -359,7 +361,9 @@ def test_the_first_tokens_stay_where_values_count(held, dtype):
     model = CLASSES["llama"](held.config).eval()
     keys, values = torch.randn(2, 1, 3, 40, 6, dtype=dtype)
     values[:, :, :10] *= 1e-6
-    heads = BudgetedHeads(keys, KVLayout.from_config(model.config).layers[0], 40)
+    layout, columns = KVLayout.from_config(model.config).layers[0], Columns()
+    columns.prompt = 40
+    heads = BudgetedHeads(keys, layout, columns, Storage(layout))
     heads.observe(37, torch.randn(1, 6, 3, 6, dtype=dtype))
     kept = heads.select(keys, values, [], Scoring(1))[0]
     assert kept[0, :4].tolist() == [0, 1, 2, 3]
@@ -380,8 +384,8 @@ def test_a_cache_that_is_asked_to_be_quantized(held):
     options |= {"cache_implementation": "quantized", "cache_config": {"nbits": 8}}
     cache = held.generate(tokens(1, 400), **options).past_key_values
     layer = cache.layers[0]
-    assert len(layer.quantized) == 1
-    assert layer.full.packed == [256]
+    assert len(layer.storage.tiled) == 1
+    assert layer.heads[0].groups[0].packed == [256]
     quantized = cache.layers[0].layout.quantization
     layout = KVLayout.from_config(held.config).quantized(quantized)
     assert cache.allocated_bytes() == layout.kv_bytes(1, 400, 4, itemsize=4)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from kvsurgery.templates.kv_columns import check_padding
-from kvsurgery.templates.kv_heads import HeadGroup, allocate
+from kvsurgery.templates.kv_layout import LayerLayout
+from kvsurgery.templates.kv_storage import Storage
 from tests.helpers.cache_operations import stock_and_emitted
 from tests.helpers.families import largest, tokens
 from tests.templates.test_exactness import left_padded, logits
@@ -45,13 +46,14 @@ def layout(llama):
 @settings(max_examples=150)
 def test_a_ring_holds_sinks_and_the_newest_positions(sink, recent, padding, chunks):
     # every element of a token is its column, so that what a slot holds can be read off it
-    group = HeadGroup(torch.empty(len(padding), 2, 0, 3), 2, sink, recent)
+    storage = Storage(LayerLayout(((0, 2),), sink, recent))
+    group = storage.add(torch.empty(len(padding), 2, 0, 3), 2, False, sink, recent)
     group.align(padding)
     seen = 0
     for chunk in chunks:
         columns = torch.arange(seen, seen + chunk, dtype=torch.float32)
         states = columns[None, None, :, None].expand(len(padding), 2, -1, 3)
-        allocate((group,), (group.wanted(seen + chunk),))
+        storage.fit(seen + chunk)
         group.store(seen, states, -states)
         seen += chunk
     assert group.slots == min(seen, sink + recent)
@@ -100,8 +102,8 @@ def test_streaming_heads_stay_constant_and_storage_is_not_copied(llama, layout):
     places, bytes_at = set(), {}
     for step in range(300):
         llama(tokens(1, 1, seed=step), past_key_values=cache)
-        places.add(cache.layers[0].full.keys.data_ptr())
-        bytes_at[step] = cache.layers[0].streaming.keys.nbytes
+        places.add(cache.layers[0].heads[0].groups[0].keys.data_ptr())
+        bytes_at[step] = cache.layers[0].heads[-1].groups[0].keys.nbytes
     assert len(places) < 20  # 300 steps: storage grew by a quarter each time, not token by token
     assert len(set(bytes_at.values())) == 1
     capacity = cache.layers[0].capacity

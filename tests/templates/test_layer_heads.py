@@ -121,7 +121,7 @@ def test_other_heads_and_blocks(checkpoint, tmp_path, family, options):
     output = model.generate(ids, **GREEDY, return_dict_in_generate=True)
     assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
     if "kv_bits" in options:
-        assert any(max(layer.full.packed or [0]) for layer in output.past_key_values.attention)
+        assert any(max(layer.heads[0].groups[0].packed) for layer in output.past_key_values.attention)
     else:
         assert output.sequences.equal(model.generate(ids, **GREEDY, prefill_chunk_size=7))
 

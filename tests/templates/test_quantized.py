@@ -84,7 +84,7 @@ def test_steps_equal_a_cache_that_quantizes_tile_by_tile(quantized, checkpoint, 
     # not nearer, since a state on the edge of two codes may take the other one
     assert (found - expected).norm() <= 0.05 * (exact - expected).norm()
     assert largest((found - expected)[:, :140], expected) <= 1e-5
-    assert max(cache.layers[-1].full.packed) == TILE * quantization.tiles(390 - quantization.sink)
+    assert max(cache.layers[-1].heads[0].groups[0].packed) == TILE * quantization.tiles(390 - quantization.sink)
 
 
 @pytest.mark.parametrize("sizes", [[PROMPT], [1] * 20, [7, 150, 1, 200], [128, 128, 128]], ids=str)
@@ -94,7 +94,7 @@ def test_without_loss_every_way_in_is_exact(quantized, mixed, sizes):
     expected = logits(plain.model, ids)
     found, cache = in_parts(converted.model, ids.split([*sizes, *[1] * 150], 1))
     assert largest(found - expected, expected) <= 1e-5
-    assert max(cache.layers[-1].full.packed or [0]) == TILE * LOSSLESS.tiles(ids.shape[1] - LOSSLESS.sink)
+    assert max(cache.layers[-1].heads[0].groups[0].packed or [0]) == TILE * LOSSLESS.tiles(ids.shape[1] - LOSSLESS.sink)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,7 +103,7 @@ def test_without_loss_every_family_is_exact(quantized, mixed, family):
     expected = logits(mixed(family).model, ids)
     found, cache = in_parts(quantized(family, LOSSLESS).model, ids.split([150, 1, 170, *[1] * 9], 1))
     assert largest(found - expected, expected) <= rounding(family)
-    assert any(max(layer.full.packed or [0]) for layer in cache.attention)
+    assert any(max(layer.heads[0].groups[0].packed) for layer in cache.attention)
 
 
 def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantized):
@@ -125,7 +125,7 @@ def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantized):
     for row, length in enumerate(lengths):
         expected = logits(model, ids[row : row + 1, 400 - length :])
         assert largest(found[row : row + 1, 400 - length :] - expected, expected) <= 1e-5
-        assert cache.layers[0].full.packed[row] == TILE * LOSSLESS.tiles(length - LOSSLESS.sink)
+        assert cache.layers[0].heads[0].groups[0].packed[row] == TILE * LOSSLESS.tiles(length - LOSSLESS.sink)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
@@ -139,7 +139,7 @@ def test_allocated_bytes_are_the_predicted_ones(quantized, bits, batch, prompt, 
     storage = {
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
         for layer in cache.layers
-        for buffer in (layer.keys, layer.values, *(layer.tiles or ()))
+        for buffer in (layer.keys, layer.values, *(layer.storage.tiles or ()))
     }
     assert sum(storage.values()) == cache.allocated_bytes()
     # by hand: half of 16 heads full, 16 channels, 4 bytes a scale
@@ -152,15 +152,16 @@ def test_allocated_bytes_are_the_predicted_ones(quantized, bits, batch, prompt, 
 def test_a_tile_is_written_once(quantized):
     model = quantized("qwen3", Quantization(4, residual=4)).model
     cache = in_parts(model, [tokens(1, 300)])[1]
-    first = [[part[:, :, :2].clone() for part in layer.full.tiles] for layer in cache.layers if layer.full.heads]
+    groups = [layer.heads[0].groups[0] for layer in cache.layers if layer.layout.full]
+    first = [[part[:, :, :2].clone() for part in group.tiles] for group in groups]
     in_parts(model, tokens(1, 200, seed=1).split(1, 1), cache)
-    again = [[part[:, :, :2] for part in layer.full.tiles] for layer in cache.layers if layer.full.heads]
+    again = [[part[:, :, :2] for part in group.tiles] for group in groups]
     assert all(
         one.equal(other)
         for before, after in zip(first, again, strict=True)
         for one, other in zip(before, after, strict=True)
     )
-    assert cache.layers[0].full.packed == [384]
+    assert cache.layers[0].heads[0].groups[0].packed == [384]
 
 
 @pytest.mark.parametrize("options", [{"budget": 180}, {"budget": 150, "full_heads": 6}], ids=["all", "some full"])
@@ -172,7 +173,7 @@ def test_budgeted_heads(checkpoint, quantized, tmp_path, options):
     ids, mask, position_ids = left_padded(tokens(3, 400), [400, 330, 100])
     prompt = {"attention_mask": mask, "position_ids": position_ids}
     caches = [converted.model(ids, **prompt).past_key_values for converted in (plain, lossless)]
-    assert caches[1].layers[0].budgeted.groups[0].packed[0] > 0
+    assert caches[1].layers[0].heads[-1].groups[0].packed[0] > 0
     for size in (1, 9, *[1] * 140):
         mask = torch.cat([mask, torch.ones(3, size, dtype=torch.long)], 1)
         later = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1)[:, -size:]}
@@ -215,7 +216,7 @@ def test_what_is_not_packed_can_be_taken_back(quantized):
     ids = tokens(1, 420)
     expected = logits(model, ids)
     cache = in_parts(model, ids[:, :410].split([400, *[1] * 10], 1))[1]
-    packed = cache.layers[0].full.packed[0]
+    packed = cache.layers[0].heads[0].groups[0].packed[0]
     assert packed == 384
     cache.crop(-LOSSLESS.residual)
     found, cache = in_parts(model, ids[:, 405:].split(1, 1), cache)
@@ -235,7 +236,7 @@ class TestAsTransformersAsksForIt:
         same = quantized("qwen3", Quantization(8, residual=4)).model.generate(ids, **options)
         assert cache.allocated_bytes() == same.past_key_values.allocated_bytes()
         assert model.generate(ids, **options, **asked).sequences.equal(same.sequences)
-        assert model.generate(ids, **options).past_key_values.layers[0].tiles is None
+        assert model.generate(ids, **options).past_key_values.layers[0].storage.tiles is None
 
     @pytest.mark.parametrize(
         ("asked", "expected"),
@@ -306,7 +307,7 @@ def test_half_precision(quantized, dtype):
     ids = tokens(1, PROMPT)
     found, cache = in_parts(model, ids.split([200, *[1] * 100], 1))
     expected, _ = in_parts(exact, ids.split([200, *[1] * 100], 1))
-    assert cache.layers[0].tiles.key_scales.dtype == dtype
+    assert cache.layers[0].storage.tiles.key_scales.dtype == dtype
     assert ((found.float() - expected).norm() / expected.norm()).item() <= (0.02 if dtype == torch.float16 else 0.1)
 
 
@@ -325,3 +326,12 @@ def test_more_bits_are_nearer(quantized, tmp_path):
     assert errors[0] < errors[1] / 4 < errors[2] / 6 < errors[3] / 9
     assert errors[0] <= 1e-2
     assert math.isfinite(errors[3])
+
+
+def test_a_checkpoint_without_code_of_quantized_caches_and_kernels(mixed, checkpoint, tmp_path):
+    converted = convert_folder(checkpoint("llama"), tmp_path / "out", sparsity=0.5, kernels=False)
+    assert {"kv_codes.py", "kv_kernels.py"} & {path.name for path in converted.folder.iterdir()} == set()
+    ids, options = tokens(1, 60), {"max_new_tokens": 8, "do_sample": False}
+    assert converted.model.generate(ids, **options).equal(mixed("llama").model.generate(ids, **options))
+    with pytest.raises(ValueError, match="convert the original model with --quantized"):
+        converted.model.generate(ids, **options, cache_implementation="quantized", cache_config={"nbits": 8})

@@ -180,6 +180,18 @@ class CacheMachine(CacheOperations):
             )
             assert self.cache.allocated_bytes() == predicted
 
+    @invariant()
+    def tables_are_written_in_place(self):
+        for layer in self.cache.layers:
+            if layer.keys is None:
+                continue
+            storage, table = layer.storage, layer.storage.table()
+            storage.made = None
+            fresh = storage.table()
+            storage.made = table  # which later steps write to
+            for name, part in table._asdict().items():
+                assert not torch.is_tensor(part) or part.equal(getattr(fresh, name)), name
+
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("family", FULL)
