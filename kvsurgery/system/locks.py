@@ -22,9 +22,9 @@ def reserved_folder(folder: Path) -> Generator[None]:
     Raises:
         OutputError: another process writes it, or it cannot be made.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, it answers for names that are too long
         check_folder(folder)
-    made_folders = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    made_folders = [path for path in (folder, *folder.absolute().parents) if not os.path.exists(path)]
     descriptor = _locked(folder, partial(_open_folder, folder), folder)
     try:
         yield
