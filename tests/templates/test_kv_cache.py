@@ -254,7 +254,7 @@ def test_a_pickled_cache_has_every_buffer_once(kind):
     if kind == "quantized":
         section["quantization"] = {"bits": 4, "scheme": "kivi", "group_size": None, "residual": 0, "streaming": False}
         section["quantization"] |= {"sink": 4, "rotate": "values", "clip": False}
-    _, model = stock_and_emitted("gemma2", 9, **section)
+    _, model = stock_and_emitted("gemma2", 4096, **section)
     ids = tokens(2, 700)
     cache = model(ids[:, :690]).past_key_values
     written = pickle.dumps(cache)

@@ -104,11 +104,12 @@ def test_packed_texts_are_refused(mixed, family):
 @pytest.mark.skipif("qwen3_5" not in FAMILIES, reason="this version of transformers has no such model")
 def test_texts_are_told_apart_by_the_positions_of_text(mixed):
     model, ids = mixed("qwen3_5").model, tokens(1, 6)
-    text, image = torch.arange(6)[None], torch.tensor([[0, 1, 1, 1, 1, 2]])
-    model(ids, position_ids=torch.stack([text, image, image, image]), use_cache=False)
-    model(ids, position_ids=torch.stack([image, image, image]), use_cache=False)
-    packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    for position_ids in (torch.stack([image, text, text, text]), torch.stack([packed, packed, packed])):
+    text, packed = torch.arange(6)[None], torch.tensor([[0, 1, 2, 0, 1, 2]])
+    # an image of 2 x 2 tokens between two of text: time, height and width
+    image = torch.tensor([[[0, 1, 1, 1, 1, 3]], [[0, 1, 1, 2, 2, 3]], [[0, 1, 2, 1, 2, 3]]])
+    model(ids, position_ids=torch.cat([text[None], image]), use_cache=False)
+    model(ids, position_ids=image, use_cache=False)
+    for position_ids in (torch.stack([packed, text, text, text]), torch.stack([packed, packed, packed])):
         with pytest.raises(ValueError, match="linear attention"):
             model(ids, position_ids=position_ids, use_cache=False)
 
