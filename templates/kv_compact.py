@@ -4,8 +4,8 @@ import torch
 
 from .kv_kernels import TILE_TOKENS, _padded, _registers, _slots, _strides, _tiles, tl, triton
 from .kv_layout import TILE
-from .kv_pack import _pack, _pack_options
 from .kv_storage import HeadTable
+from .kv_store import _pack, _pack_options
 
 MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
 

@@ -7,11 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from . import (
-    kv_decode,
-    kv_pack,  # needs quantized
-    kv_store,
-)
+from . import kv_decode, kv_store
 from .kv_cache import KVLayerCache
 from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
@@ -66,8 +62,8 @@ def pack(layer: KVLayerCache) -> None:
     for heads in layer.heads:
         if heads.due == layer.seen:
             heads.renew(layer.seen, kernels=True)
-    if layer.storage.tiled:  # needs quantized
-        kv_pack.flush_due(layer.storage.tiled, layer.storage.table(), layer.columns.settled)
+    if layer.storage.tiled:
+        kv_store.flush_due(layer.storage.tiled, layer.storage.table(), layer.columns.settled)
 
 
 def causal(

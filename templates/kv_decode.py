@@ -10,8 +10,6 @@ import torch
 
 from .kv_kernels import (
     LOWEST,
-    PACKED_OPTIONS,
-    TILE_BYTES,
     TILE_TOKENS,
     _accumulate,
     _matrix,
@@ -28,15 +26,19 @@ from .kv_kernels import (
     tl,
     triton,
 )
-from .kv_layout import TILE
-from .kv_packed import _over_tiles, _packed_options  # needs quantized
+from .kv_layout import TILE, Quantization
+from .kv_packed import _over_tiles
 from .kv_softmax import Scoring
 from .kv_storage import HeadTable
 
+TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
+PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"  # of the kernel, where there are tiles
 # measured on an H100: more programs or more units under way have more to finish when the last bytes have arrived
 PROGRAMS = 2  # on a multiprocessor
 STAGES = 3  # of the loop over units, of which one fewer is under way
 PARTS = 128  # partial results of 128 channels that are combined at once; with more channels fewer
+SHARED_ROWS = 32  # of dots that queries and groups of scales share, at most
+SHARED_OUTPUT = SHARED_ROWS * 128  # the same times the channels of a head; with more, registers spill
 WARP = 32  # lanes; as many segments are planned without shared memory, and with fewer registers spill
 ALONE = 128  # rows that every decode program plans for by itself; for more of them there is a launch
 PLANNED = 512  # segments that this launch plans at once
@@ -256,7 +258,7 @@ def _decode_kernel(
     m, d, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N)
     in_head = (d < D)[None, :]
 
-    if SEGMENTS == 2:  # needs quantized
+    if SEGMENTS == 2:
         if start_ptr is None:
             packed_stop = tl.minimum(stop, tl.max(tl.where(all_segments < rows, ends, 0), 0))
             begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
@@ -531,7 +533,7 @@ def _walk(query: torch.Tensor, table: HeadTable) -> _Walk:
     max_units = batch * (table.keys.shape[1] // tokens + heads)
     query_rows = _power(query_heads // heads)
     segments, members, options = 1, max(16, query_rows), dict.fromkeys(PACKED_OPTIONS)
-    if table.tiles is not None and table.quantization is not None:  # needs quantized
+    if table.tiles is not None and table.quantization is not None:
         segments, (members, options) = 2, _packed_options(head_dim, query_rows, table.quantization)
         max_units += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
     # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB
@@ -555,6 +557,43 @@ def _plan(table: HeadTable, tiles: dict, arguments: dict, programs: int, packed_
         num_warps=4,
         enable_fp_fusion=False,
     )
+
+
+def _packed_options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple[int, dict[str, int]]:
+    """How the kernel walks tiles: rows of its dots, of which `query_rows` have queries, and options.
+
+    Widths and tokens are not measured: they follow from the compiled code. A dot that is wider than it is tall is split
+    over warps by columns; a square one has each warp compute all of it.
+    """
+    words = head_dim * quantization.word_bits // 16
+    key_width = _padded(words)
+    # with whole tiles of 3 bits registers spill on H100
+    tokens = min(max(TILE_BYTES // (2 * key_width), 16), TILE // 2 if quantization.bits == 3 else TILE)
+    key_rows = 0
+    if quantization.scheme == "kivi":
+        key_rows, _ = quantization.key_groups(head_dim)
+    _, groups = quantization.value_groups(head_dim)
+    members, half_tokens, sides = max(16, query_rows), min(tokens, TILE // 2), 0
+    max_rows, value_dot_rows = min(SHARED_ROWS, SHARED_OUTPUT // head_dim), query_rows * groups
+
+    def key_dot_rows(tokens: int) -> int:
+        """Rows for the queries of every group of so many tokens."""
+        return query_rows * key_rows * tokens // TILE
+
+    if max(key_rows, groups) > 1 and groups & (groups - 1) == 0:
+        fewer_tokens = tokens if key_dot_rows(tokens) <= max_rows else half_tokens
+        max_sides = max(min(groups, 16 // quantization.word_bits) // 2, 1)  # sides of two groups of channels or more
+        if max(key_dot_rows(tokens), value_dot_rows) <= members:
+            sides = 1
+        elif key_dot_rows(fewer_tokens) <= max_rows and value_dot_rows <= members * max_sides:
+            tokens, sides = fewer_tokens, 1 if value_dot_rows <= members else max_sides
+        elif max(key_dot_rows(half_tokens), value_dot_rows) <= max_rows:
+            members, tokens, sides = max(key_dot_rows(half_tokens), value_dot_rows), half_tokens, 1
+    if key_rows and not sides:
+        tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
+    widths = key_width, max(key_width, 2 * members)
+    options = tokens, quantization.bits, key_rows, groups, sides, *widths
+    return members, dict(zip(PACKED_OPTIONS, options, strict=True))
 
 
 @functools.cache

@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 from .kv_adapters import NO_HOTSWAP, check_adapters, check_order, mark_order
 from .kv_attention import NAME, RUNNING, Running
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
-from .kv_graph import DecodeGraph  # needs kernels
+from .kv_graph import DecodeGraph
 from .kv_inputs import by_name, input_shape, padding_of, text_starts
-from .kv_kinds import kinds_of, storage_of
+from .kv_kinds import kinds_of
 from .kv_layout import KVLayout, Quantization, text_config
 
 # where `from_pretrained` reads files from
@@ -32,7 +32,6 @@ class KVSurgeryModel:
         layout.check_windows(text_config(config))
         for layer in layout.layers:
             kinds_of(layer)  # before weights are loaded, whether their code is here
-            storage_of(layer)
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
@@ -138,8 +137,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
-        # adapters and hooks may have changed since the last turn
-        cache.graph = DecodeGraph()  # needs kernels
+        cache.graph = DecodeGraph()  # adapters and hooks may have changed since the last turn
         cache.expect_prompt(generation_config.kv_prompt)
         cache.confirm(cache.get_seq_length())
         # a draft is asked for a few tokens again and again
@@ -261,7 +259,7 @@ def with_kv_cache(forward: Callable) -> Callable:
         depth = enter_checked(config, starts)
         try:
             is_step = cache is not None and cache.columns.expected > shape[1] == 1
-            if is_step and isinstance(self, KVSurgeryGeneration):  # needs kernels
+            if is_step and isinstance(self, KVSurgeryGeneration):
                 cache.graph = cache.graph or DecodeGraph()
                 output = cache.graph.step(forward, self, arguments, cache)
                 if output is not None:

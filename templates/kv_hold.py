@@ -30,9 +30,9 @@ from .kv_tiles import QuantizedGroup
 from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, take_positions
 
 try:
-    from . import kv_move, kv_pack, kv_reselect
+    from . import kv_move, kv_reselect, kv_store
 except ImportError:  # no triton: torch does everything
-    kv_move = kv_pack = kv_reselect = None
+    kv_move = kv_reselect = kv_store = None
 
 
 class Renewal(NamedTuple):
@@ -251,8 +251,8 @@ class HeldHeads(BudgetedHeads):
             return
         self._back_up(column)
         if kernels:
-            assert kv_pack is not None
-            kv_pack.flush_due(self.quantized, self.storage.table().last(len(self.groups)), column)
+            assert kv_store is not None
+            kv_store.flush_due(self.quantized, self.storage.table().last(len(self.groups)), column)
             return
         for group in due_groups:
             group.pack()

@@ -7,7 +7,7 @@ from .kv_kind import Heads
 from .kv_layout import LayerLayout
 from .kv_storage import Storage
 from .kv_streaming import StreamingHeads
-from .kv_tiles import TiledStorage  # needs quantized
+from .kv_tiles import TiledStorage
 
 KINDS: tuple[type[Heads], ...] = (
     FullHeads,
@@ -17,7 +17,7 @@ KINDS: tuple[type[Heads], ...] = (
 )
 STORAGE: dict[bool, type[Storage]] = {  # by whether a layer is quantized
     False: Storage,
-    True: TiledStorage,  # needs quantized
+    True: TiledStorage,
 }
 
 
@@ -38,15 +38,5 @@ def kinds_of(layout: LayerLayout) -> list[type[Heads]]:
 
 
 def storage_of(layout: LayerLayout) -> Storage:
-    """Empty storage for a layer.
-
-    Raises:
-        ValueError: this checkpoint was converted without the code of quantized caches.
-    """
-    storage = STORAGE.get(layout.quantization is not None)
-    if storage is None:
-        raise ValueError(
-            "a quantized cache is asked for, and this checkpoint was converted without its code; convert the original "
-            "model with --quantized, or leave out what asks for it"
-        )
-    return storage(layout)
+    """Empty storage for a layer."""
+    return STORAGE[layout.quantization is not None](layout)

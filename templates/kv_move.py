@@ -7,9 +7,9 @@ import torch
 
 from .kv_kernels import TILE_TOKENS, _padded, _power, _registers, _slots, _strides, _tiles, tl, triton
 from .kv_layout import EVERY, TILE
-from .kv_pack import _pack, _pack_options
 from .kv_reselect import _token_scale_options, _tokens
 from .kv_storage import HeadTable
+from .kv_store import _pack, _pack_options
 
 MOVED = 32  # tokens at once
 

@@ -23,9 +23,9 @@ from .kv_kernels import (
     triton,
 )
 from .kv_layout import VALUE_NORM, Selection
-from .kv_pack import _pack_options
 from .kv_softmax import Scoring
 from .kv_storage import HeadTable
+from .kv_store import _pack_options
 
 ALWAYS_KEPT = tl.constexpr(0x7F800000)  # the bits of infinity: more than those of any importance
 

@@ -135,11 +135,6 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
     },
     RUNNING: {
-        "quantized": (
-            bool,
-            "Emit the code of quantized caches without --kv-bits too, for `generate(cache_implementation=...)`.",
-        ),
-        "kernels": (bool, "Emit the Triton kernels; everything also runs without them.  [default: (emitted)]"),
         "ignore_model_code": (
             bool,
             "Convert a model with modeling code of its own as the transformers model of its `model_type`.",
@@ -223,7 +218,7 @@ def _option(
         kind, text = SWEPT_BITS if name == "kv_bits" else (kind, text)
         kind = Several(click.types.convert_type(kind))
     default = getattr(Recipe(), name, None)
-    if kind is bool and default is not False:
+    if kind is bool and default is None:
         return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
     if kind is bool:
         return click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text)

@@ -14,9 +14,8 @@ from kvsurgery.checkpoint.family import Family, load_family, supported
 from kvsurgery.emit.modeling import Needs, code_files, modeling_code
 from kvsurgery.templates.kv_generation import require_transformers
 
-ALL = Needs(reform=True, budgets=True, holds=True, quantized=True)
-QUANTIZED, NO_KERNELS = Needs(quantized=True), Needs(kernels=False)
-NEEDS = [Needs(), Needs(reform=True), Needs(budgets=True), Needs(budgets=True, holds=True), QUANTIZED, NO_KERNELS, ALL]
+ALL = Needs(reform=True, budgets=True, holds=True)
+NEEDS = [Needs(), Needs(reform=True), Needs(budgets=True), Needs(budgets=True, holds=True), ALL]
 
 
 def family(name: str) -> Family:
@@ -36,7 +35,7 @@ def relative_imports(code: bytes) -> set[str]:
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [*product(supported(), [Needs(), ALL]), *product(["llama"], NEEDS[1:-1])],
+    [*product(supported(), [Needs(), ALL]), *product(["llama"], NEEDS[1:4])],
     ids=str,
 )
 def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, needs: Needs) -> None:
@@ -47,15 +46,14 @@ def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, needs: Ne
     needed, reached = {modeling}, set()
     while needed:
         reached |= needed
-        needed = {module for each in needed for module in runtime_imports(files[each], needs.kernels)} - reached
+        needed = {module for each in needed for module in runtime_imports(files[each])} - reached
     assert reached == set(files)
 
 
 @cache
-def runtime_imports(code: bytes, kernels: bool = True) -> set[str]:
-    """The same without what only type checkers read, and without kernels where none are emitted."""
+def runtime_imports(code: bytes) -> set[str]:
+    """The same without what only type checkers read."""
     tree = ast.parse(code)
-    tree.body = [node for node in tree.body if kernels or not isinstance(node, ast.Try)]
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node))]
     return relative_imports(ast.unparse(tree).encode())
 
@@ -65,16 +63,11 @@ def test_no_module_imports_one_that_imports_it() -> None:
     TopologicalSorter({name: runtime_imports(code) for name, code in files.items()}).prepare()
 
 
-def test_a_checkpoint_has_the_code_that_it_needs() -> None:
-    plain, reform, budgets, holds, quantized, no_kernels = ({*code_files(family("llama"), each)} for each in NEEDS[:-1])
+def test_a_plain_checkpoint_has_no_code_of_budgets_and_long_prompts() -> None:
+    plain, reform, budgets, holds = ({*code_files(family("llama"), needs)} for needs in NEEDS[:4])
     assert reform - plain == {"kv_received.py", "kv_encode.py", "kv_gather.py", "kv_reform.py"}
-    assert budgets - plain == {"kv_received.py", "kv_budget.py", "kv_compact.py", "kv_pack.py"}
-    codes = {"kv_codes.py", "kv_tiles.py"}
-    assert holds - budgets == {"kv_hold.py", "kv_move.py", "kv_reselect.py", "kv_token_codes.py", *codes}
-    assert quantized - plain == {"kv_pack.py", "kv_packed.py", *codes}
-    kernels = {f"kv_{name}.py" for name in ("cuda", "decode", "graph", "kernels", "prefill", "store")}
-    assert plain - no_kernels == kernels
-    assert not any(b"import triton" in code for code in code_files(family("llama"), NO_KERNELS).values())
+    assert budgets - plain == {"kv_received.py", "kv_budget.py", "kv_compact.py"}
+    assert holds - budgets == {"kv_hold.py", "kv_move.py", "kv_reselect.py", "kv_token_codes.py"}
 
 
 @pytest.mark.parametrize("name", supported())

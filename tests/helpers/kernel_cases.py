@@ -13,11 +13,10 @@ from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import HeadGroup
 from kvsurgery.templates.kv_layout import ACCUMULATED, EVERY, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
-from kvsurgery.templates.kv_pack import flush
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
 from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.templates.kv_storage import HeadTable
-from kvsurgery.templates.kv_store import append
+from kvsurgery.templates.kv_store import append, flush
 from kvsurgery.templates.kv_tiles import QuantizedGroup
 from kvsurgery.templates.kv_token_codes import encoded_tokens, token_states
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference

@@ -78,7 +78,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kv_graph, "capturable", lambda states: True)
         monkeypatch.setattr(kv_graph, "capture", capture)
         monkeypatch.setattr(kv_cuda.kv_store, "append", kernel(append_reference))
-        monkeypatch.setattr(kv_cuda.kv_pack, "flush", kernel(flush_reference))
+        monkeypatch.setattr(kv_cuda.kv_store, "flush", kernel(flush_reference))
         monkeypatch.setattr(kv_cuda.kv_decode, "decode", kernel(decode_reference))
         # only decode steps are looked at; the kernels that select again would take the interpreter a minute
         renew = kv_hold.HeldHeads.renew

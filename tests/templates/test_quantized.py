@@ -326,12 +326,3 @@ def test_more_bits_are_nearer(quantized, tmp_path):
     assert errors[0] < errors[1] / 4 < errors[2] / 6 < errors[3] / 9
     assert errors[0] <= 1e-2
     assert math.isfinite(errors[3])
-
-
-def test_a_checkpoint_without_code_of_quantized_caches_and_kernels(mixed, checkpoint, tmp_path):
-    converted = convert_folder(checkpoint("llama"), tmp_path / "out", sparsity=0.5, kernels=False)
-    assert {"kv_codes.py", "kv_kernels.py"} & {path.name for path in converted.folder.iterdir()} == set()
-    ids, options = tokens(1, 60), {"max_new_tokens": 8, "do_sample": False}
-    assert converted.model.generate(ids, **options).equal(mixed("llama").model.generate(ids, **options))
-    with pytest.raises(ValueError, match="convert the original model with --quantized"):
-        converted.model.generate(ids, **options, cache_implementation="quantized", cache_config={"nbits": 8})
