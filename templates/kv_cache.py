@@ -266,6 +266,7 @@ class KVSurgeryCache(HandingCache):
         clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return clone
 
+    @torch.compiler.disable  # traced, it would be compiled anew for other lengths
     def begin(self, mask: torch.Tensor | None, rows: int, tokens: int) -> None:
         """Announce a forward of `tokens` new columns; `mask` [rows, columns] covers all columns, or is None.
 

@@ -51,14 +51,5 @@ def code_files(family: Family, needs: Needs) -> dict[str, bytes]:
     modeling = modeling_code(family, needs)
     files = {f"{family.module}.py": modeling}
     for module in re.findall(r"^ *from \.(\w+) import", modeling, re.MULTILINE):
-        files[f"{module}.py"] = needed_lines((TEMPLATES / f"{module}.py").read_text(encoding="utf-8"), needs)
+        files[f"{module}.py"] = (TEMPLATES / f"{module}.py").read_text(encoding="utf-8")
     return {name: f"{HEADER}{code}".encode() for name, code in files.items()}
-
-
-def needed_lines(code: str, needs: Needs) -> str:
-    """A module's code without the lines that are marked with what the checkpoint does not need."""
-
-    def kept(line: re.Match) -> str:
-        return f"{line[1]}\n" if getattr(needs, line[2]) else ""
-
-    return re.sub(r"^(.*?)  # needs (\w+)\n", kept, code, flags=re.MULTILINE)
