@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kvsurgery.templates import kv_compact, kv_decode, kv_kernels, kv_move, kv_packed, kv_reselect, kv_store  # noqa: E402
 from kvsurgery.templates.kv_codes import empty_tiles  # noqa: E402
+from kvsurgery.templates.kv_hold import HeldHeads  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization, Selection  # noqa: E402
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
 from kvsurgery.templates.kv_softmax import Scoring  # noqa: E402
@@ -422,14 +423,14 @@ class Operations(TorchDispatchMode):
 def test_launches_of_a_selection(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two per layer, also where codes move, and torch does nothing besides."""
     case, launched, operations = kernel_cases.RENEW[number], [], Operations()
-    renew = kernel_cases.kv_hold.HeldHeads.renew
+    renew = HeldHeads.renew
 
-    def watched(heads, column: int, layer, kernels: bool) -> None:
+    def watched(heads: HeldHeads, column: int, kernels: bool = False) -> None:
         with operations if kernels else nullcontext():
-            renew(heads, column, layer, kernels)
+            renew(heads, column, kernels)
 
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: launched.append(kernel.__name__))
-    monkeypatch.setattr(kernel_cases.kv_hold.HeldHeads, "renew", watched)
+    monkeypatch.setattr(HeldHeads, "renew", watched)
     with suppress(AssertionError):  # nothing is computed
         kernel_cases.check_renew(case, torch.bfloat16, "cpu")
     assert launched == ["_select_kernel", "_move_codes_kernel" if case.quantization else "_move_kernel"]
