@@ -105,8 +105,11 @@ def padding_of(mask: Any, tokens: int) -> Any:
 
 
 def _check_columns(cache_position: torch.Tensor | None, cache: Any, tokens: int) -> None:
-    """Raise ValueError where an input is to be stored elsewhere than after what the cache holds."""
-    if cache_position is None:
+    """Raise ValueError where an input is to be stored elsewhere than after what the cache holds.
+
+    A decode step does not wait for a device to learn this.
+    """
+    if cache_position is None or (tokens == 1 and cache_position.device.type != "cpu"):
         return
     first = 0 if cache is None else cache.get_seq_length()
     if cache_position.tolist() != [*range(first, first + tokens)]:
