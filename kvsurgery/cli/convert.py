@@ -153,9 +153,7 @@ def convert(
             raise click.UsageError("--kv-check measures what was converted; leave it or --dry-run out")
         check_text(kv_check)
     elif trust_remote_code:
-        raise click.UsageError(
-            "--trust-remote-code goes with --kv-check, as nothing else runs code of SRC; leave it out"
-        )
+        raise click.UsageError("--trust-remote-code requires --kv-check: nothing else runs code of SRC; leave it out")
     if out is not None:
         check_folder(out)
         if overwrite:

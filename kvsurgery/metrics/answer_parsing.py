@@ -1,4 +1,4 @@
-"""Metrics that read one letter, number or word out of an answer, as SCBench and LooGLE do."""
+"""Metrics that read one letter, number or object out of an answer, as SCBench and LooGLE do."""
 
 from __future__ import annotations
 
@@ -83,10 +83,6 @@ def _same_integer(one: str, other: str) -> bool:
     """Whether two integers are equal; texts, since what is said may have more digits than Python converts."""
     signs = (text.startswith("-") for text in (one, other))
     return len({*signs}) == 1 and one.lstrip("-0") == other.lstrip("-0")
-
-
-def _words(answer: str) -> list[str]:
-    return _without(answer, "\n:\"'.,?!{}").split()
 
 
 def _without(answer: str, characters: str) -> str:

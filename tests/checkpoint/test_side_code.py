@@ -163,7 +163,7 @@ def test_a_check_of_the_cache_needs_trust_before_anything_is_written(with_code: 
     text = tmp_path / "text.txt"
     text.write_text(f"{text.read_text()} " * 10)
     convert = ("convert", with_code, "--kv-bits", "8", "--kv-residual", "16", "--out", tmp_path / "out")
-    assert "--trust-remote-code goes with --kv-check" in run(*convert, "--trust-remote-code").err
+    assert "--trust-remote-code requires --kv-check" in run(*convert, "--trust-remote-code").err
     check = (*convert, "--kv-check", text)
     assert "set --trust-remote-code to run it" in run(*check).err
     assert not (tmp_path / "out").exists()
