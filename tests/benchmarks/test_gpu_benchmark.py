@@ -154,7 +154,7 @@ def test_occupied_is_like_filled(parts: list[gpu_models.Variant], bits: int) -> 
     synthetic.occupy(caches[1], torch.empty(2, config.num_key_value_heads, 0, config.head_dim), TOKENS)
     for cache in caches:
         assert cache.allocated_bytes() == caches[0].allocated_bytes()
-        assert [group.packed for group in cache.layers[1].quantized] == [[512] * 2] * (bits < 16)
+        assert [group.packed for group in cache.layers[1].storage.tiled] == [[512] * 2] * (bits < 16)
         assert model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache).logits.isfinite().all()
         assert cache.get_seq_length() == TOKENS + 1
 
@@ -220,7 +220,7 @@ def test_bytes_that_decode_reads(bits: int, full: int) -> None:
     tokens, unread = 2 * 128 + 300, 0
     cache, config = gpu_kernels.empty_layers(1, full, bits, tokens)
     synthetic.occupy(cache, torch.empty(1, gpu_kernels.HEADS, 0, gpu_kernels.HEAD_DIM, dtype=torch.bfloat16), tokens)
-    for group in cache.layers[0].quantized:
+    for group in cache.layers[0].storage.tiled:
         slots = group.sink + 256  # residual and a tile
         unread = group.heads * (slots - (tokens - group.packed[0])) * 2 * gpu_kernels.HEAD_DIM * 2
     assert gpu_kernels.bytes_to_read(1, tokens, full, bits) == cache.allocated_bytes() - unread
