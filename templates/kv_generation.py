@@ -242,7 +242,8 @@ def with_kv_cache(forward: Callable) -> Callable:
                 "this checkpoint's cache keeps fewer keys and values than another model would read of it; leave "
                 "return_shared_kv_states out, and assistant models that read the target's cache"
             )
-        starts = text_starts(arguments, decoder, *shape)
+        asked = {"output_attentions": True} if getattr(self.config, "output_attentions", None) else {}
+        starts = text_starts(asked | arguments, decoder, *shape)
         if starts is not None and decoder is self:
             arguments.update(attention_mask=starts, use_cache=False)
         if use_cache is None:

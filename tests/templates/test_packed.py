@@ -172,6 +172,14 @@ def test_attention_weights_that_a_config_asks_for_are_refused(mixed, door):
     door(model)(ids, output_attentions=False)
 
 
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_attention_weights_that_the_config_of_an_image_model_asks_for_are_refused(mixed, family):
+    model, ids = mixed(family).load(output_attentions=True), tokens(1, 9, vocabulary=IMAGE - 2)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(ids)
+    model(ids, output_attentions=False)
+
+
 @pytest.mark.parametrize("where", ["module", "config"])
 def test_attention_in_both_directions_is_refused(mixed, where):
     model, ids = mixed("llama").load(), tokens(1, 9)
