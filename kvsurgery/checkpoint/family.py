@@ -1,14 +1,15 @@
 """`Family`: one model family, read from its file in `patches/`.
 
 A patch says what the family's config assumes for keys left out, which layers have a sliding window of their own, which
-config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
-letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
-`["qkv", "hidden"]` all heads one after the other; `query_heads` is one number for each query head, and `gated_queries`
-each query head's rows and as many of its gate. `*` in a name stands for a number, `**` for anything.
+config traits surgery does not cover, and the role of every tensor. `permute` names sets of tensors with heads, which
+`shared/permutations.toml` lists with their shapes, spelt with the letters of the heads along them: `["q", "hidden"]`
+has the query heads as rows, `["hidden", "q"]` as columns, and `["qkv", "hidden"]` all heads one after the other;
+`query_heads` is one number for each query head, and `gated_queries` each query head's rows and as many of its gate.
+`*` in a name stands for a number, `**` for anything, and `a.{x,y}` for the two names `a.x` and `a.y`.
 
 Every tensor that a patch lists must be in a checkpoint, each layer has those of layers, and as many for a `*` as the
 config key in `[numbers]` says. Exceptions are `lm_head.weight` where embeddings are tied, names with `**`, those of
-`unread` in `[copy]`, and those of `[permute_if_present]`, unless `[when]` lists them: by config key, patterns of the
+`unread` in `[copy]`, and those of `permute_if_present`, unless `[when]` lists them: by config key, patterns of the
 tensors that a model has if the key's value is true. `[experts]` says which layers have experts, and which tensors only
 layers with and without them have. `[instead]` has what may be there in place of a tensor.
 
@@ -35,7 +36,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvsurgery.checkpoint.patch import Modeling, Module, Patch, Table
+from kvsurgery.checkpoint.patch import Modeling, Module, Patch, Table, permuted, with_braces_expanded
 from kvsurgery.checkpoint.tensor_rules import LM_HEAD, TensorRules, missing_beside
 from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.system.resources import PATCHES
@@ -207,8 +208,8 @@ def load_family(name: str) -> Family:
         refusals={**_ALWAYS_REFUSED, **patch.refuse},
         window=patch.windows,
         full_attention=patch.full_attention,
-        permute=patch.permute,
-        optional=patch.permute_if_present,
+        permute=permuted(patch.permute),
+        optional=permuted(patch.permute_if_present),
         copied=patch.copy,
         when=patch.when,
         experts=patch.experts,
@@ -236,7 +237,7 @@ def load_module(name: str) -> Module | None:
 
 def _read(kind: type[Kind], path: Path) -> Kind:
     try:
-        return read_table(kind, tomllib.loads(path.read_text(encoding="utf-8")))
+        return read_table(kind, with_braces_expanded(tomllib.loads(path.read_text(encoding="utf-8"))))
     except (PolicyError, tomllib.TOMLDecodeError) as error:
         raise UnsupportedModel(f"{path}: {str(error).replace('`', QUOTE)}") from error
 
