@@ -16,6 +16,10 @@ from kvsurgery.system.resources import PATCHES
 from kvsurgery.system.typed_toml import check_types
 
 AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")
+# what `layer_types` of a config calls the attention of layers, besides LINEAR
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+CHUNKED_ATTENTION = "chunked_attention"
 SHAPE_SYMBOL = re.compile("hidden|query_heads|gated_queries|[qkv]+")
 PERMUTATIONS = PATCHES / "shared" / "permutations.toml"
 # config keys that are read by these names in every family, and may have a default

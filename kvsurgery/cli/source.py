@@ -44,11 +44,9 @@ def source_folder(source: str, converted: Path) -> Path:
 
 def warn_about_towers(prepared: PreparedConversion) -> None:
     """Print which parts of a checkpoint are converted without a check for missing tensors."""
-    from kvsurgery.checkpoint.family import Family
     from kvsurgery.display import console
 
-    config = prepared.checkpoint.config
-    for prefix, kind in Family.of(config).unknown_modules(config).items():
+    for prefix, kind in prepared.checkpoint.model.unknown_modules.items():
         console.stderr.print(
             f"the tensors of {prefix.rstrip('.')}, {short(kind)}, are copied without a check that none is missing, as "
             "this type is not known; transformers names those that it misses when it loads the checkpoint"

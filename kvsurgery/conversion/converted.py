@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.fingerprint import SAMPLED_BYTES, fingerprint
 from kvsurgery.checkpoint.headers import Read, Shard, Tensor, changed_headers
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.model_code import saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
-from kvsurgery.checkpoint.source import CONFIG, Checkpoint, read_config, read_weights
+from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.conversion.plan import Move, plan_moves
 from kvsurgery.errors import CheckpointError, KVSurgeryError, Mismatch
 
@@ -21,10 +21,11 @@ SAVED_AGAIN = "a checkpoint that save_pretrained wrote again can be neither veri
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted checkpoint: its provenance, its shards, and the moves that made it."""
+    """A converted checkpoint: its provenance, its original's model, its shards, and the moves that made it."""
 
     folder: Path
     provenance: Provenance
+    model: Model
     shards: tuple[Shard, ...]
     moves: Mapping[str, Move]
 
@@ -71,18 +72,17 @@ def open_converted(folder: Path) -> Converted:
     """
     provenance = read_provenance(folder)
     try:
-        shards, index = read_weights(folder)
+        shards, _ = read_weights(folder)
     except KVSurgeryError as error:
         raise Mismatch(str(error)) from error
     if changed_files := changed_headers(shards, provenance.headers):
         raise Mismatch(f"{folder / changed_files[0]} is not the file that the conversion wrote; {SAVED_AGAIN}")
     try:
-        config = json.loads(provenance.originals[CONFIG])
-        original = Checkpoint(folder, provenance.source, provenance.revision, config, shards, index)
-        moves = plan_moves(original, Family.of(config), provenance.permutation)
+        model = Model.of(json.loads(provenance.originals[CONFIG]))
+        moves = plan_moves((tensor for shard in shards for tensor in shard.tensors), model, provenance.permutation)
     except (KVSurgeryError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / PROVENANCE} is damaged: {error}") from error
-    return Converted(folder, provenance, shards, moves)
+    return Converted(folder, provenance, model, shards, moves)
 
 
 def original_fingerprint(folder: Path) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.files import reading
 from kvsurgery.checkpoint.headers import changed_headers
 from kvsurgery.checkpoint.model_code import saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_files import file_hash, walk
-from kvsurgery.checkpoint.source import CONFIG, Checkpoint
+from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.converted import Converted, open_converted, read_provenance
 from kvsurgery.conversion.engine import JOBS, move_bytes
 from kvsurgery.conversion.plan import check_complete, unmoved
@@ -71,7 +69,7 @@ def verify(
     recorded_names = {PROVENANCE, *recorded_files, *provenance.headers}
     unrecorded = tuple(name for name in walk(folder) if name not in recorded_names and not name.startswith("."))
     converted = open_converted(folder)
-    _check_complete(converted)
+    check_complete(str(folder), converted.model, converted.moves)
     original = None if source is None else Checkpoint.open(source)
     if original is not None:
         if (original.folder / PROVENANCE).exists():
@@ -93,11 +91,6 @@ def verify(
         code_hashes(code),
         time.monotonic() - start,
     )
-
-
-def _check_complete(converted: Converted) -> None:
-    config = json.loads(converted.provenance.originals[CONFIG])
-    check_complete(str(converted.folder), Family.of(config), config, converted.moves)
 
 
 def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], None] | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvsurgery.checkpoint.dtype import loading_dtype
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.files import reading
 from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.checkpoint.source import Checkpoint
@@ -21,8 +20,8 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile |
     Raises:
         UnsupportedModel, CheckpointError: the source's config or generation config is not what surgery covers.
     """
-    family = Family.of(checkpoint.config)
-    config = converted_config(checkpoint.config, policy, loading_dtype(checkpoint.config, checkpoint.shards))
+    family = checkpoint.model.family
+    config = converted_config(checkpoint.model, policy, loading_dtype(checkpoint.config, checkpoint.shards))
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     with reading(readme):
         original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
