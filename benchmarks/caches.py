@@ -93,7 +93,7 @@ def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel
     prepared = PreparedConversion.prepare(
         source, HeadProfile(scores, "ablation", "kv", str(source), model), Recipe(sparsity=0.0)
     )
-    convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+    convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
 
 

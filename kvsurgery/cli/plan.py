@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -24,8 +23,8 @@ from kvsurgery.vllm.forecast import serving_limits
 
 def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dict[str, Any]:
     """The plan as plain data."""
-    checkpoint, policy, plan, files = prepared.checkpoint, prepared.policy, prepared.plan, prepared.files
-    config, replicated = json.loads(files["config.json"]), checkpoint.model.family.replicated
+    checkpoint, policy, plan = prepared.checkpoint, prepared.policy, prepared.plan
+    config, replicated = prepared.emitted.config, checkpoint.model.family.replicated
     moved_tensors = set(plan.moved)
     return {
         "source": checkpoint.name,
@@ -63,7 +62,7 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
         **({"fit": fit_facts(prepared.fit)} if prepared.fit else {}),
         "replicated": replicated,
         "ranks": rank_table(config, replicated),
-        "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
+        "bytes_to_write": checkpoint.size + sum(map(len, prepared.emitted.files.values())),
         "kv_dtype": loaded_dtype(config),
         "kv_bytes": kv_table(config),
         "vllm_limits": list(serving_limits(config)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +57,7 @@ def warn_about_serving(prepared: PreparedConversion) -> None:
     from kvsurgery.display import console
     from kvsurgery.vllm.forecast import serving_limits
 
-    for line in serving_limits(json.loads(prepared.files["config.json"])):
+    for line in serving_limits(prepared.emitted.config):
         console.stderr.print(in_flags(line))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvsurgery.checkpoint.model_code import check_stock
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.plan import SurgeryPlan, plan_surgery
-from kvsurgery.emit.files import emitted_files
+from kvsurgery.emit.files import Emitted, emit
 from kvsurgery.errors import PolicyError, ProfileError, UnsupportedModel
 from kvsurgery.policy.fit import Fit, fit
 from kvsurgery.policy.measured import measured_recipe
@@ -31,7 +31,7 @@ class PreparedConversion:
     checkpoint: Checkpoint
     policy: Policy
     plan: SurgeryPlan
-    files: dict[str, bytes]
+    emitted: Emitted
     fit: Fit | None = None
 
     @classmethod
@@ -104,4 +104,4 @@ class PreparedConversion:
             policy = with_reform(policy, reform, checkpoint.positions, user_marker(folder), recipe.reform)
         recorded_profile = profile or reform
         plan = plan_surgery(checkpoint, policy, recorded_profile.hash if recorded_profile else None)
-        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, recorded_profile), fit_result)
+        return cls(checkpoint, policy, plan, emit(checkpoint, policy, recorded_profile), fit_result)

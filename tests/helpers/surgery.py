@@ -107,5 +107,5 @@ def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, 
     prepared = PreparedConversion.prepare(
         source, profile, recipe_of(**{"sink": SINK, "recent": RECENT, **options}), reform=reform
     )
-    convert(prepared.checkpoint, prepared.plan, out, prepared.files)
+    convert(prepared.checkpoint, prepared.plan, out, prepared.emitted.files)
     return Converted(source, out, prepared.policy)
