@@ -21,10 +21,10 @@ from kvsurgery.checkpoint.side_files import chunks
 from kvsurgery.checkpoint.source import CONFIG
 from kvsurgery.conversion.engine import JOBS, Target, move_bytes
 from kvsurgery.conversion.plan import Move
-from kvsurgery.display.console import size as readable
 from kvsurgery.errors import OutputError
 from kvsurgery.system.files import check_folder
 from kvsurgery.system.locks import reserved_folder
+from kvsurgery.system.sizes import size as readable
 
 
 class Output:

@@ -25,6 +25,7 @@ from rich.table import Column as TableColumn
 from kvsurgery.display.pace import Pace, ProgressLines, whole_time
 from kvsurgery.display.progress import Progress
 from kvsurgery.display.table import Column, WideTable, room_of
+from kvsurgery.system.sizes import size
 
 MOST_BLOCKS = 3  # of a table that is printed whole
 
@@ -179,12 +180,3 @@ def _bar(label: str, total: int | None, *columns: ProgressColumn) -> Generator[t
     finally:
         if bar.live.is_started:
             bar.stop()
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.50 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"

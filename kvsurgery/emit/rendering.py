@@ -6,9 +6,9 @@ from functools import cache
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from kvsurgery.display.console import size
 from kvsurgery.emit.cache_description import describe_bits
 from kvsurgery.system.resources import TEMPLATES
+from kvsurgery.system.sizes import size
 
 
 @cache

@@ -28,7 +28,6 @@ class HeadKind:
         keeps: what such heads do, after their number.
         count: number of heads of this kind in a layer.
         quantized: whether those are quantized, in a layer that has a quantized cache.
-        color: on the report's map of heads; None: an outline.
         label: in tables and legends.
         own: whether it comes from the model, so that no policy decides it.
     """
@@ -37,7 +36,6 @@ class HeadKind:
     keeps: str
     count: Callable[[LayerLayout], int]
     quantized: Callable[[LayerLayout], bool]
-    color: str | None
     label: str
     own: bool = False
 
@@ -85,7 +83,6 @@ FULL = HeadKind(
     keeps="keep every token",
     count=lambda layer: layer.full,
     quantized=lambda layer: True,
-    color="converted",
     label="full",
 )
 STREAMING = OtherKind(
@@ -93,7 +90,6 @@ STREAMING = OtherKind(
     keeps="keep the first and the most recent tokens (streaming)",
     count=lambda layer: 0 if layer.native else layer.streaming,
     quantized=lambda layer: layer.quantized_window,
-    color="streaming",
     label="streaming",
     verb="stream",
     sizes=_streaming_sizes,
@@ -103,7 +99,6 @@ BUDGETED = OtherKind(
     keeps="keep a budget of tokens",
     count=lambda layer: len(layer.budgets),
     quantized=lambda layer: layer.quantized_budgets,
-    color="converted",
     label="budgeted",
     verb="have budgets",
     sizes=_budgeted_sizes,
@@ -113,7 +108,6 @@ WINDOW = HeadKind(
     keeps="keep the model's own sliding window",
     count=lambda layer: layer.streaming if layer.native else 0,
     quantized=lambda layer: layer.quantized_window,
-    color=None,
     label="own window",
     own=True,
 )

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvsurgery.display import console
 from kvsurgery.errors import PolicyError
 from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.policy.memory import Footprint
@@ -16,6 +15,7 @@ from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Demand, Recipe
+from kvsurgery.system.sizes import size
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand:
     smallest = min(candidates, key=lambda candidate: candidate.total)
     if footprint.weights > demand.memory:
         return PolicyError(
-            f"nothing fits in {console.size(demand.memory)}: the weights alone take {console.size(footprint.weights)}; "
+            f"nothing fits in {size(demand.memory)}: the weights alone take {size(footprint.weights)}; "
             "raise `memory` or `tp`"
         )
     hint = "shorten `context`, lower `batch` or `chunk`, or raise `tp`"
@@ -128,7 +128,7 @@ def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand:
     if any(candidate.rest == "budgeted" for candidate in candidates):
         hint += "; or set `rest` to streaming, since budgeted heads hold a prompt until its end"
     return PolicyError(
-        f"nothing fits in {console.size(demand.memory)}: the smallest policy takes {console.size(smallest.total)}, "
-        f"{console.size(smallest.total - demand.memory)} too much (weights {console.size(footprint.weights)}, "
-        f"KV cache {console.size(smallest.kv_bytes)}, workspace {console.size(smallest.workspace)}); {hint}"
+        f"nothing fits in {size(demand.memory)}: the smallest policy takes {size(smallest.total)}, "
+        f"{size(smallest.total - demand.memory)} too much (weights {size(footprint.weights)}, "
+        f"KV cache {size(smallest.kv_bytes)}, workspace {size(smallest.workspace)}); {hint}"
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import east_asian_width
 
-from kvsurgery.display.console import size
 from kvsurgery.display.figure import inline_svg, new_figure, save_figure
 from kvsurgery.heads.lengths import length_name
 from kvsurgery.report.colors import LIGHT, VARIABLES
+from kvsurgery.system.sizes import size
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -15,7 +15,7 @@ LIGHT = {
     "series-2": "#1c7d4d",
     "series-3": "#8440ba",
     "series-4": "#c02a66",
-    "streaming": "#e9b872",
+    "remaining": "#e9b872",
     "good": "#19743f",
     "bad": "#b3261e",
 }
@@ -31,7 +31,7 @@ DARK = {
     "series-2": "#56cb92",
     "series-3": "#c79bfb",
     "series-4": "#f58bb2",
-    "streaming": "#8d6a37",
+    "remaining": "#8d6a37",
     "good": "#62d08d",
     "bad": "#ff8a80",
 }

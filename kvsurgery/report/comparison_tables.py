@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsurgery.display.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.heads.kinds import FULL, decided_kinds
@@ -14,6 +13,7 @@ from kvsurgery.report.charts import tokens
 from kvsurgery.report.comparison import Comparison, Entry
 from kvsurgery.report.findings import change, score, span, titles, verdict
 from kvsurgery.report.headlines import decode_ratios, longest_place
+from kvsurgery.system.sizes import size
 
 NOTHING = "–"
 UNQUANTIZED = "unquantized"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsurgery.bench.results import Bench
-from kvsurgery.display.console import size
 from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, Results, TaskResult
 from kvsurgery.heads.kinds import BUDGETED, FULL, KINDS, decided_kinds, kinds_of
@@ -22,6 +21,7 @@ from kvsurgery.report.findings import (
     titles,
     verdict,
 )
+from kvsurgery.system.sizes import size
 
 MOST_OPEN = 5.0  # points that a score may have lost where a model is called still good
 

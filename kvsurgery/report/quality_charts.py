@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvsurgery.display.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, TaskResult
 from kvsurgery.report.charts import FONT, Panel, byte_axis, label, looks, names_above, perplexity_axis
 from kvsurgery.report.colors import LIGHT
 from kvsurgery.report.findings import score
+from kvsurgery.system.sizes import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvsurgery.bench.results import Row
-from kvsurgery.display.console import size
 from kvsurgery.report import findings
 from kvsurgery.report.charts import tokens
 from kvsurgery.report.colors import DARK, LIGHT
 from kvsurgery.report.speed_charts import short_time
+from kvsurgery.system.sizes import size
 from kvsurgery.version import __version__
 
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvsurgery.bench.results import PHASES, Bench, Row
-from kvsurgery.display.console import size
 from kvsurgery.report.charts import Chart, Panel, bars, byte_axis, curve, looks
+from kvsurgery.system.sizes import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvsurgery.display.console import size
-from kvsurgery.heads.kinds import BUDGETED, KINDS, kind_of, kinds_of
+from kvsurgery.heads.kinds import BUDGETED, FULL, KINDS, kind_of, kinds_of
 from kvsurgery.report.charts import (
     FONT,
     HEIGHT,
@@ -22,6 +21,7 @@ from kvsurgery.report.charts import (
     tokens,
 )
 from kvsurgery.report.colors import LIGHT
+from kvsurgery.system.sizes import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,14 +55,14 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
     min_budget, max_budget = (min(budgets), max(budgets)) if budgets else (0, 0)
 
     def look(head: str | int) -> dict[str, Any]:
-        color = kind_of(head).color
-        if color is None:
+        kind = kind_of(head)
+        if kind.own:
             return {"facecolor": "none", "edgecolor": LIGHT["muted"], "lw": 0.6}
         if not isinstance(head, int):
-            return {"facecolor": LIGHT[color]}
+            return {"facecolor": LIGHT["converted" if kind is FULL else "remaining"]}
         # of few levels, so that a page stays small
         level = round((head - min_budget) / max(max_budget - min_budget, 1) * (LEVELS - 1)) / (LEVELS - 1)
-        return {"facecolor": LIGHT[color], "alpha": MIN_OPACITY + (MAX_OPACITY - MIN_OPACITY) * level}
+        return {"facecolor": LIGHT["converted"], "alpha": MIN_OPACITY + (MAX_OPACITY - MIN_OPACITY) * level}
 
     cell = Affine2D().scale(0.88, 0.84).translate(-0.44, -0.42)
     square = cell.transform_path(Path.unit_rectangle())

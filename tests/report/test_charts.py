@@ -30,7 +30,7 @@ def test_contenders_look_different():
 def test_the_head_map_has_a_square_for_each_head():
     [svg] = head_map(builders.surgery()).svgs()
     assert squares(svg, "--converted") == [128]
-    assert squares(svg, "--streaming") == [128]
+    assert squares(svg, "--remaining") == [128]
 
 
 def test_larger_budgets_are_stronger():

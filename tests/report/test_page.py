@@ -295,7 +295,7 @@ def test_colors_stand_out_from_the_paper(scheme):
         assert min(contrast(text, "paper"), contrast(text, "panel")) >= 4.5, text
     for line in ("original", *(name for name in scheme if name.startswith("series"))):
         assert contrast(line, "paper") >= 3, line
-    assert contrast("streaming", "converted") >= 1.5
+    assert contrast("remaining", "converted") >= 1.5
 
 
 def test_pictures_take_their_colors_from_the_style_sheet(report):
