@@ -18,8 +18,7 @@ from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
-from kvsurgery.version import __version__
-from kvsurgery.vllm.forecast import forecast_or_refusal
+from kvsurgery.version import HOME, __version__
 
 UNKNOWN_DTYPE = "16 bit"
 # keys of the source's card that stay true after surgery
@@ -105,6 +104,7 @@ def model_card(
         check="" if policy.quantization is None else with_section("", UNCHECKED, CHECK),
         code={name: _summary(text) for name, text in code.items()},
         dtype=loaded_dtype(config),
+        home=HOME,
         front_matter=_front_matter(repo_id[0] if repo_id else None, original),
         hashes=code_hashes({**code, **side_code.files}),
         kv_rows=[{**row, "tokens": length_name(row["tokens"])} for row in kv_table(config)],
@@ -120,7 +120,6 @@ def model_card(
         ranks=rank_table(config, replicated),
         replicated=replicated,
         side_code=side_code,
-        served=forecast_or_refusal(config),
         sharing_layers=sum(layer.source is not None for layer in policy.layers),
         unquantized=[kind.heads for kind in unquantized(policy.layout)],
         version=__version__,

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.version import how_to_install
 
 if TYPE_CHECKING:
     from tree_sitter import Node, Parser
@@ -66,7 +67,7 @@ def _parser(language: str) -> Parser:
         capsule = getattr(import_module(package), grammar)()
         return tree_sitter.Parser(tree_sitter.Language(capsule))  # ty: ignore[deprecated]  # an integer would be
     except ImportError as error:
-        raise KVSurgeryError(f"RepoQA's metric needs {error.name}: pip install 'kvsurgery[eval]'") from error
+        raise KVSurgeryError(f"RepoQA's metric needs {error.name}: {how_to_install('eval')}") from error
 
 
 def _first_function(parser: Parser, code: str, language: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvsurgery.errors import TextError
 from kvsurgery.system.repo_id import is_repo_id
+from kvsurgery.version import how_to_install
 
 
 def dataset_of(source: str) -> tuple[str, str | None] | None:
@@ -31,7 +32,7 @@ def require_datasets(dataset: str) -> None:
         import datasets  # noqa: F401
     except ImportError as error:
         raise TextError(
-            f"{dataset} is not a local file; to read it as a dataset of the Hub: pip install 'kvsurgery[eval]'"
+            f"{dataset} is not a local file; to read it as a dataset of the Hub: {how_to_install('eval')}"
         ) from error
 
 

@@ -1,5 +1,8 @@
 import json
+import re
+import tomllib
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.heads.lengths import length_name
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+from kvsurgery.version import HOME, how_to_install
 
 MODEL = ModelDimensions(2, 8, 4, 16)
 CONFIG = {
@@ -153,10 +158,42 @@ def test_other_cards_keep_all_of_their_text(card):
     assert with_report.count("scores") == 1
 
 
-def test_card_says_how_vllm_serves(decided):
+@pytest.mark.parametrize("quantized", [{}, {"kv_bits": 4}], ids=str)
+def test_card_says_how_to_ask_about_vllm_and_freezes_no_forecast(decided, quantized):
+    profile, _, _ = decided
+    policy = decide(profile, ModelLayers((None, None)), Recipe(**quantized))
+    config = converted_config(Model.of(CONFIG), policy)
+    served = model_card("org/base", config, profile, policy, CODE).split("## vLLM")[1].split("\n## ")[0]
+    assert "kvsurgery inspect DIR" in served
+    assert not re.search(r"\d (B|KiB|MiB|GiB)|vllm serve", served)
+
+
+@pytest.mark.parametrize("home", ["", "https://example.org/kvsurgery"])
+def test_card_links_to_where_kvsurgery_is_or_says_that_it_is_nowhere(decided, monkeypatch, home):
     profile, policy, config = decided
-    assert "vllm serve DIR\n" in model_card("org/base", config, profile, policy, CODE)
-    config = {**config, "kv_surgery": {**config["kv_surgery"], "reform": {}}}
-    assert "vLLM cannot read prompts by REFORM; use transformers" in model_card(
-        "org/base", config, profile, policy, CODE
-    )
+    monkeypatch.setattr("kvsurgery.emit.card.HOME", home)
+    for base_model in ("org/base", "base"):
+        card = model_card(base_model, config, profile, policy, CODE)
+        assert ("(https://example.org/kvsurgery)" in card) == bool(home)
+        assert ("not on a package index" in card) != bool(home)
+        assert "pip install" not in card
+
+
+def test_metadata_links_to_where_kvsurgery_is():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project.get("urls", {}).get("Homepage", "") == HOME
+
+
+@pytest.mark.parametrize("home", ["", "https://example.org/kvsurgery"])
+def test_extras_are_installed_from_where_kvsurgery_is(monkeypatch, home):
+    monkeypatch.setattr("kvsurgery.version.HOME", home)
+    assert ("pip install 'kvsurgery[eval]'" in how_to_install("eval")) == bool(home)
+    assert ("pip install '.[eval]'" in how_to_install("eval")) != bool(home)
+
+
+def test_no_text_sends_people_to_an_index():
+    root = Path(__file__).parents[2]
+    texts = [path for folder in ("kvsurgery", "templates") for path in (root / folder).rglob("*.*") if path.is_file()]
+    sources = [path for path in texts if path.suffix in (".py", ".jinja", ".toml") and path.name != "version.py"]
+    assert len(sources) > 100
+    assert not [path for path in sources if re.search(r"install\S* '?kvsurgery", path.read_text())]

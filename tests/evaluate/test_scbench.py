@@ -153,7 +153,7 @@ def test_what_the_metric_needs_is_asked_for_first(tmp_path, monkeypatch):
     write(tmp_path, "kv", {"multi_turns": turns("kv")})
     write(tmp_path, "repoqa", {"multi_turns": turns("repoqa")})
     monkeypatch.setitem(sys.modules, "tree_sitter_go", None)
-    with pytest.raises(KVSurgeryError, match=r"RepoQA's metric needs tree_sitter_go: pip install 'kvsurgery\[eval\]'"):
+    with pytest.raises(KVSurgeryError, match=r"RepoQA's metric needs tree_sitter_go: pip install '\.\[eval\]'"):
         SCBenchTask(str(tmp_path)).check()
     SCBenchTask(str(tmp_path), ("kv",)).check()
 

@@ -21,6 +21,7 @@ from kvsurgery.evaluate.sample import Reader, Sample, fewest
 from kvsurgery.setting import ask_later_setting, samples_setting, setting
 from kvsurgery.system.files import parse_json
 from kvsurgery.text.chat import turn_tokens, turn_with_context
+from kvsurgery.version import how_to_install
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -79,7 +80,7 @@ class LmEvalTask:
         if not _version(first) <= _version(self.release) < _version(end):
             there = f"{self.release} is installed" if self.release else "it is not installed"
             raise KVSurgeryError(
-                f"the task lm_eval needs lm-eval>={first},<{end}, and {there}: pip install 'kvsurgery[eval]'"
+                f"the task lm_eval needs lm-eval>={first},<{end}, and {there}: {how_to_install('eval')}"
             )
         if not self.names:
             raise TextError("`lm_eval` must name tasks, such as longbench_hotpotqa; `lm-eval ls tasks` lists them")
