@@ -41,8 +41,9 @@ def cpu_features() -> frozenset[str]:
 
 
 def config_dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype that a config.json names, for all of the model or for its text model, such as "bfloat16"; None: none is
-    named."""
+    """The dtype that a config.json names, such as "bfloat16", None if it names none.
+
+    It is named for all of the model or for its text model."""
     values = (section.get(key) for section in (config, text_config(config)) for key in KEYS)
     names = (name.removeprefix("torch.") for name in values if isinstance(name, str) and name)
     return next((ALIASES.get(name, name) for name in names), None)
@@ -69,8 +70,9 @@ def loading_dtype(config: Mapping[str, Any], shards: Sequence[Shard]) -> str:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The dtype that `dtype="auto"` loads a checkpoint in, such as "bfloat16"; None where only its weights could say it
-    and they are not there.
+    """The dtype that `dtype="auto"` loads a checkpoint in, such as "bfloat16".
+
+    It is None where only the weights could say it and they are not there.
 
     Raises:
         CheckpointError: there is no config.json.

@@ -18,8 +18,6 @@ def expert_share(config: Any, tokens: int = 1) -> float:
         tokens: that choose their experts together.
     """
     text = text_config(config)
-    experts, per_token = (
-        next((count for name in names if type(count := setting(text, name)) is int), 0)
-        for names in (EXPERTS, EXPERTS_PER_TOKEN)
-    )
+    experts = next((count for name in EXPERTS if type(count := setting(text, name)) is int), 0)
+    per_token = next((count for name in EXPERTS_PER_TOKEN if type(count := setting(text, name)) is int), 0)
     return min(1.0, tokens * per_token / experts) if experts > 0 and per_token > 0 else 1.0

@@ -99,10 +99,10 @@ class ModelAttention:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """Per layer, the model's own sliding window or the size of its chunks, in tokens; None is full attention, and 0
-        linear attention, which has no KV cache.
+        """Per layer, the model's own sliding window or the size of its chunks, in tokens; None is full attention.
 
-        A window that spans every position the model has counts as full attention.
+        0 is linear attention, which has no KV cache. A window that spans every position the model has counts as full
+        attention.
         """
         sliding, size = self._sliding_layers
         layers = len(sliding)
@@ -116,8 +116,10 @@ class ModelAttention:
 
     @cached_property
     def sources(self) -> dict[int, int]:
-        """The layers without a KV cache of their own, each with the layer whose keys and values its queries attend to:
-        the last one with the same kind of attention that has a cache."""
+        """The layers without a KV cache of their own, each with the layer whose keys and values its queries attend to.
+
+        That is the last layer with the same kind of attention that has a cache.
+        """
         key = self.family.sharing
         if key is None:
             return {}

@@ -95,8 +95,10 @@ class Windows(Table):
 
 @dataclass(frozen=True)
 class FullAttention(Table):
-    """Config keys of the dimensions that only layers with full attention have, and of the switch for layers without
-    `v_proj`, whose values are made from the projected keys."""
+    """Config keys of the dimensions that only layers with full attention have.
+
+    `keys_are_values` is the switch for layers without `v_proj`, whose values are made from the projected keys.
+    """
 
     head_dim: str
     num_key_value_heads: str
@@ -248,7 +250,9 @@ class Patch(Table):
 
     def _config_keys(self) -> Iterator[str]:
         """The keys of config.json that the tables name."""
-        windows, full, experts = self.windows or Windows(), self.full_attention, self.experts or Experts()
+        windows = self.windows or Windows()
+        full = self.full_attention
+        experts = self.experts or Experts()
         yield from (windows.size, windows.enabled_by or "", windows.layers or "", windows.from_layer or "")
         yield str(windows.full_every)
         yield from vars(full).values() if full else ()

@@ -109,7 +109,8 @@ class Provenance:
         content = json.loads(raw)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        version, checksum = content.pop("version", None), content.pop("checksum", None)
+        version = content.pop("version", None)
+        checksum = content.pop("checksum", None)
         if version != VERSION:
             raise ValueError(f"its version is {version}; this tool reads {VERSION}")
         if content.keys() != cls.__dataclass_fields__.keys():

@@ -129,6 +129,7 @@ def _add(files: dict[str, bytes], folder: Path, name: str, reason: str) -> None:
     for match in RELATIVE_IMPORT.finditer(files[name].decode(errors="replace")):
         module = match[1] or match[2]
         # a further dot in front is the folder above
-        steps, parts = len(module) - len(module.lstrip(".")), module.strip(".").split(".")
+        steps = len(module) - len(module.lstrip("."))
+        parts = module.strip(".").split(".")
         place = parent.joinpath(*[".."] * steps, *parts)
         _add(files, folder, f"{place}.py", f"{name} imports it")

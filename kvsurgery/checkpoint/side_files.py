@@ -164,7 +164,9 @@ def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, bool]]:
             )
         with reading(path):
             mode = path.lstat().st_mode
-            is_link, is_file, is_folder = stat.S_ISLNK(mode), path.is_file(), path.is_dir()
+            is_link = stat.S_ISLNK(mode)
+            is_file = path.is_file()
+            is_folder = path.is_dir()
         if is_folder and (is_link or matches(name.lower(), LEFT_OUT_FOLDERS)):
             yield f"{relative}/", True
         elif is_folder:

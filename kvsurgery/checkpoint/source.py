@@ -169,7 +169,8 @@ def read_weights(folder: Path) -> tuple[tuple[Shard, ...], bytes | None]:
 
 def _weight_files(folder: Path) -> tuple[bytes | None, dict[str, str]]:
     """The raw index, if any, and the file of each tensor; without an index, the single file under a stand-in name."""
-    has_single, has_index = (folder / SINGLE).exists(), (folder / INDEX).exists()
+    has_single = (folder / SINGLE).exists()
+    has_index = (folder / INDEX).exists()
     if not has_index:
         if not has_single:
             raise _no_weights(folder)
@@ -250,7 +251,8 @@ def _no_weights(folder: Path) -> Exception:
         return UnsupportedModel(f"{folder} has a {GGUF} ({gguf_files[0].name})")
     if not pickles:
         return CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
-    source, target = json.dumps(str(folder)), json.dumps(f"{folder}-safetensors")
+    source = json.dumps(str(folder))
+    target = json.dumps(f"{folder}-safetensors")
     code = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
         f'M.from_pretrained({source}, dtype="auto").save_pretrained({target}); '

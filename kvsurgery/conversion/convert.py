@@ -80,7 +80,8 @@ def convert(
         OutputError: `out` cannot be used or written, or holds something else.
         CheckpointError: the source cannot be read, or changed meanwhile.
     """
-    start, out = time.monotonic(), Path(out)
+    start = time.monotonic()
+    out = Path(out)
     checkpoint.check_unchanged()
     weights = {shard.name for shard in checkpoint.shards} | ({INDEX} if checkpoint.index is not None else set())
     sides = side_files(checkpoint.folder, weights, files, SideCode.of(checkpoint.folder).files)
@@ -151,7 +152,8 @@ def _update(output: Output, earlier: Provenance, provenance: Provenance) -> tupl
 
     A model card that was edited or removed afterwards stays so.
     """
-    old_files, new_files = ({**record.emitted, **record.copied} for record in (earlier, provenance))
+    old_files = {**earlier.emitted, **earlier.copied}
+    new_files = {**provenance.emitted, **provenance.copied}
     finish_time = file_status(output.folder / PROVENANCE).st_mtime_ns
     obsolete_names = [name for name in old_files if name not in new_files]
     for name in obsolete_names:
@@ -258,7 +260,8 @@ def _earlier(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> Prove
     finish_time = (out / PROVENANCE).stat().st_mtime_ns
     for shard in checkpoint.shards:
         if shard.changed_after(finish_time):
-            folder, source = shlex.quote(str(out)), shlex.quote(str(checkpoint.folder))
+            folder = shlex.quote(str(out))
+            source = shlex.quote(str(checkpoint.folder))
             raise OutputError(
                 f"{shard.path} is newer than its conversion in {out}; check whether it is unchanged with "
                 f"`kvsurgery verify {folder} --source {source}`, or choose another folder"

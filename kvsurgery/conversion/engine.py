@@ -170,7 +170,8 @@ def _windows(
 def _scatter(move: Move, start: int, length: int) -> Iterator[tuple[int, int, int]]:
     """(place in the converted tensor, offset in the window, bytes) of the pieces of one window of the original."""
     for run in move.runs:
-        first, last = max(run.source, start), min(run.source + run.length, start + length)
+        first = max(run.source, start)
+        last = min(run.source + run.length, start + length)
         if first < last:
             yield run.destination + first - run.source, first - start, last - first
 

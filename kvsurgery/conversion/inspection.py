@@ -132,7 +132,7 @@ class Facts:
     surgery: Surgery | None
 
     def to_json(self) -> dict[str, Any]:
-        """The same in plain JSON values."""
+        """All fields in plain JSON values."""
         return {**asdict(self), "supported": self.problem is None}
 
 
@@ -143,7 +143,8 @@ def inspect(source: str | Path, revision: str | None = None) -> Facts:
         CheckpointError: it is malformed, or neither a folder nor a Hub id.
         HubError: the Hub cannot be reached, or refuses.
     """
-    name, folder = str(source), checkpoint_folder(source)
+    name = str(source)
+    folder = checkpoint_folder(source)
     if folder is not None:
         _, commit = cached_origin(folder) or (name, None)
         return inspect_checkpoint(folder, name, commit)
@@ -259,7 +260,8 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any], replicated: boo
         reform = Reform.from_config(config)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    heads, head_counts = tuple(map(head_list, layout.attended)), counts(layout)
+    heads = tuple(map(head_list, layout.attended))
+    head_counts = counts(layout)
     surgery = Surgery(
         full_heads=tuple(None if layer.native or not layer.heads else layer.full for layer in layout.layers),
         heads=heads,

@@ -232,7 +232,8 @@ def check_outside(folder: Path, source: Path) -> None:
     Raises:
         OutputError: it is.
     """
-    resolved_folder, resolved_source = folder.resolve(), source.resolve()
+    resolved_folder = folder.resolve()
+    resolved_source = source.resolve()
     if resolved_folder == resolved_source or resolved_source in resolved_folder.parents:
         raise OutputError(f"{folder} is the source or inside it; choose another folder")
 

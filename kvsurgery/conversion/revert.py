@@ -55,7 +55,9 @@ def revert(
         Mismatch: its bytes are not those that the conversion wrote; then nothing is left in `out`.
         OutputError: `out` cannot be used or written.
     """
-    start, folder, out = time.monotonic(), Path(folder), Path(out)
+    start = time.monotonic()
+    folder = Path(folder)
+    out = Path(out)
     converted = open_converted(folder)
     provenance = converted.provenance
     for name, digest in provenance.copied.items():

@@ -1,4 +1,4 @@
-"""Verifying: is a converted checkpoint what its conversion wrote, and does it hold the source's bytes?"""
+"""Verifying that a converted checkpoint is what its conversion wrote, and holds the source's bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def verify(
             is no checkpoint, or a converted one.
         Mismatch: the first file or tensor that is not what was recorded.
     """
-    start, folder = time.monotonic(), Path(folder)
+    start = time.monotonic()
+    folder = Path(folder)
     provenance = read_provenance(folder)
     recorded_files = {**provenance.emitted, **provenance.copied}
     checked_hashes = {name: digest for name, digest in recorded_files.items() if digest and not is_editable(name)}
@@ -120,7 +121,11 @@ def check_source_files(converted: Converted, source: Checkpoint) -> None:
 def check_source_tensors(
     converted: Converted, source: Checkpoint, jobs: int = JOBS, progress: Callable[[int], None] | None = None
 ) -> None:
-    """The same of its tensors."""
+    """Check that the tensors of `source` are those of the checkpoint that was converted.
+
+    Raises:
+        Mismatch: the first tensor that is not.
+    """
     for shard in source.shards:
         moves = {tensor.name: unmoved(tensor) for tensor in shard.tensors}
         move_bytes(shard, moves, expected=converted.provenance.tensors, jobs=jobs, progress=progress)

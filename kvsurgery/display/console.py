@@ -87,8 +87,9 @@ def drawing_progress() -> Generator[Progress]:
 def byte_progress(
     label: str, total: int, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Callable[[int], None]]:
-    """Progress on stderr, with rate and time left: a bar, or lines where stderr is not a terminal. It appears with the
-    first byte: a refusal stands alone.
+    """Progress on stderr, with rate and time left: a bar, or lines where stderr is not a terminal.
+
+    It appears with the first byte: a refusal stands alone.
 
     Yields:
         What to call with bytes done, from any thread.
@@ -130,7 +131,9 @@ def step_progress(label: str, clock: Callable[[], float] = time.monotonic, grace
         with _lines(ProgressLines(label, str, _say, clock, announce=True, grace=grace)) as lines:
             yield lines.update
         return
-    start, pace, announced = clock(), Pace(clock), False
+    start = clock()
+    pace = Pace(clock)
+    announced = False
     with _bar(label, None, MofNCompleteColumn(), NOTE) as (bar, task):
 
         def advance(done: int, total: int | None, note: str = "") -> None:

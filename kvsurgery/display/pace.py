@@ -72,7 +72,8 @@ class ProgressLines:
         with self.lock:
             is_beginning = self.is_silent or (self.last is None and done == 0)
             self.last = done, total, note
-            estimate, now = self.pace.estimate(done, total), self.pace.clock()
+            estimate = self.pace.estimate(done, total)
+            now = self.pace.clock()
             if now - self.start < self.grace:
                 return
             if done == total:  # `close` says so

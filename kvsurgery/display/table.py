@@ -47,8 +47,8 @@ class Column:
 
     def folded(self, width: int, *, breaks_words: bool = False) -> Column:
         """The column with its texts in lines of at most a width, as far as their words allow that."""
-        heading, *cells = ("\n".join(_folded(text, width, breaks_words)) for text in (self.heading, *self.cells))
-        return replace(self, heading=heading, cells=tuple(cells))
+        texts = ["\n".join(_folded(text, width, breaks_words)) for text in (self.heading, *self.cells)]
+        return replace(self, heading=texts[0], cells=tuple(texts[1:]))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class WideTable:
 
     def _split(self, columns: Sequence[Column], room: int) -> Iterator[list[Column]]:
         """The columns in blocks that can be made to fit, each with the keys and at least one more."""
-        keys, block = list(columns[: self.keys]), list[Column]()
+        keys = list(columns[: self.keys])
+        block = list[Column]()
         for column in columns[self.keys :]:
             if block and _total(_fit([*keys, *block, column], room), gap=COMPACT) > room:
                 yield [*keys, *block]

@@ -48,8 +48,10 @@ def _at_widths(quantization: Mapping[str, Any], name: str, value: Any) -> str | 
 
 
 def describe_hold(window: int, hold: int, select: str, scheme: str | None) -> str:
-    """How much budgeted heads keep whose budgets hold, and by what they select, in words; `scheme` is that of a cache
-    that is quantized."""
+    """Say how much budgeted heads keep whose budgets hold, and by what they select.
+
+    `scheme` is that of a quantized cache, None without one.
+    """
     selection_note = {ACCUMULATED: " by accumulated attention", VALUE_NORM: " by attention and value norm"}.get(
         select, ""
     )

@@ -40,9 +40,12 @@ def _itemsize(config: Mapping[str, Any]) -> int:
 
 
 def kv_table(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The KV cache of one sequence in the loaded dtype, for a converted config: `tokens`, and bytes `before` and
-    `after`. The last row is for the model's own maximum."""
-    layout, itemsize = KVLayout.from_config(config), _itemsize(config)
+    """The KV cache of one sequence in the loaded dtype, for a converted config.
+
+    Rows have `tokens`, and the bytes `before` and `after`; the last one is for the model's own maximum.
+    """
+    layout = KVLayout.from_config(config)
+    itemsize = _itemsize(config)
     return [
         {
             "tokens": length,
@@ -54,10 +57,14 @@ def kv_table(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def rank_table(config: Mapping[str, Any], replicated: bool) -> list[dict[str, Any]]:
-    """The KV cache of one sequence in the loaded dtype at the last length of `kv_table`, for a converted config: a row
-    for every number of `processes` of tensor parallelism that its heads are laid out for, with the `kv_bytes` that
-    each of them holds. With `replicated` attention, each of them holds all of it."""
-    layout, itemsize = KVLayout.from_config(config), _itemsize(config)
+    """The KV cache that each process of tensor parallelism holds, for a converted config.
+
+    It is of one sequence of the last length of `kv_table`, in the loaded dtype. There is a row for every number of
+    `processes` that the heads are laid out for, with the `kv_bytes` of each process. With `replicated` attention, each
+    of them holds the whole cache.
+    """
+    layout = KVLayout.from_config(config)
+    itemsize = _itemsize(config)
     parts = {count: [layout] * count if replicated else layout.parts(count) for count in layout.processes[1:]}
     longest = lengths_of(config)[-1]
     return [
@@ -95,7 +102,8 @@ def model_card(
     from kvsurgery.emit.rendering import template_environment
 
     repo_id = re.match(r"[\w.-]+/[\w.-]+(?=/|$)", base_model)
-    auto, side_code = auto_class(config), side_code or SideCode({}, ())
+    auto = auto_class(config)
+    side_code = side_code or SideCode({}, ())
     layers = policy.layout.layers
     template = template_environment().get_template("model_card.md.jinja")
     return template.render(

@@ -42,7 +42,8 @@ def emit(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile | None) ->
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     with reading(readme):
         original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    files, side_code = code_files(family, Needs.of(policy)), SideCode.of(checkpoint.folder)
+    files = code_files(family, Needs.of(policy))
+    side_code = SideCode.of(checkpoint.folder)
     for name in side_code.files.keys() & files.keys():
         raise CheckpointError(
             f"{checkpoint.folder / name} is code of the tokenizer, and conversion writes a file of this name; "

@@ -41,7 +41,7 @@ class HeadKind:
 
     @property
     def heads(self) -> str:
-        """Such heads, in words."""
+        """Heads of this kind, in words."""
         return f"heads with the model's {self.label}" if self.own else f"{self.name} heads"
 
 
@@ -127,7 +127,7 @@ def kinds_of(heads: Iterable[Sequence[str | int]]) -> Counter[HeadKind]:
 
 
 def decided_kinds(heads: Iterable[Sequence[str | int]], full_heads: Iterable[int | None]) -> Counter[HeadKind]:
-    """The same in the layers that a policy decides, of which `full_heads` has a count."""
+    """Number of KV heads of each kind in the layers that a policy decides, of which `full_heads` has a count."""
     return kinds_of(layer for layer, full_count in zip(heads, full_heads, strict=True) if full_count is not None)
 
 

@@ -40,8 +40,11 @@ def selection_section(selection: Selection) -> dict[str, Any]:
 
 
 def quantization_section(layout: KVLayout) -> dict[str, Any] | None:
-    """The entry of a quantized cache: the fields of `Quantization`. One that differs between layers is a list by layer,
-    of which `bits` is None where a layer keeps the model's dtype."""
+    """The entry of a quantized cache: the fields of `Quantization`.
+
+    A field that differs between layers is a list by layer, of which `bits` is None where a layer keeps the model's
+    dtype.
+    """
     if layout.quantization is None:
         return None
     unquantized_entry = {**asdict(layout.quantization), "bits": None}

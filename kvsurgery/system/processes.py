@@ -138,7 +138,8 @@ def started_processes(device: str | None = None) -> Generator[Processes]:
         KVSurgeryError: as `usable_device`.
     """
     device = usable_device(device)
-    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     if world == 1:
         yield Processes(device=device)
         return
