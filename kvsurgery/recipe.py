@@ -278,7 +278,9 @@ class Recipe:
         return tuple(names)
 
     def changed(self, **values: Any) -> Recipe:
-        """The recipe with other values. What a new value rules out gives way to it: another way to choose the full
+        """The recipe with other values.
+
+        What a new value rules out gives way to it: another way to choose the full
         heads, a budget where heads stream, and how a cache is quantized that is not.
 
         Raises:

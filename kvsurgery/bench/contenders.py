@@ -67,7 +67,8 @@ class Contender:
         positions = self.model.config.get_text_config().max_position_embeddings
         if self.reads_at_once(tokens) and tokens + new > positions:
             return f"{tokens:,} and {new:,} new tokens are beyond its {positions:,} positions"
-        needed_bytes, available_bytes = self.predicted(batch, tokens, new), free_bytes(self.model.device)
+        needed_bytes = self.predicted(batch, tokens, new)
+        available_bytes = free_bytes(self.model.device)
         if self.name == ORIGINAL:
             needed_bytes = self.layout.dense_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
         if needed_bytes is not None and needed_bytes > available_bytes:
@@ -142,7 +143,8 @@ def shared_stock_model(converted: PreTrainedModel, config: Any) -> PreTrainedMod
         model = stock_class._from_config(config, dtype=converted.dtype, attn_implementation=attention)
     for name, module in model.named_modules():
         twin = converted.get_submodule(name)
-        module._parameters, module._buffers = dict(twin._parameters), dict(twin._buffers)
+        module._parameters = dict(twin._parameters)
+        module._buffers = dict(twin._buffers)
         # what rotary embeddings remember of their frequencies is an attribute in transformers 4
         vars(module).update({key: value for key, value in vars(twin).items() if torch.is_tensor(value)})
     return model.eval()
@@ -198,8 +200,10 @@ def step_weights(model: PreTrainedModel, batch: int) -> int:
     All weights of the text model and the output layer count, except for an input embedding that is not the output layer
     too. Of the experts count as many as the tokens of a batch can choose.
     """
-    decoder, share = model.get_decoder(), expert_share(model.config, batch)
-    embedding, head = decoder.get_input_embeddings().weight, model.get_output_embeddings().weight
+    decoder = model.get_decoder()
+    share = expert_share(model.config, batch)
+    embedding = decoder.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
     parameters = {name: part for name, part in decoder.named_parameters() if part is not embedding and part is not head}
     parameter_bytes = {
         name: stored_bytes(part) * (share if ".experts." in name else 1) for name, part in parameters.items()

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 # limit and use, of cgroups v2 and v1; without a limit v2 says "max", and v1 some 2^63 bytes
 CGROUP_FILES = (
     ("memory.max", "memory.current"),
@@ -61,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class CudaBytes:
-    """The same for a CUDA device, by its allocator: beyond the bytes on entry."""
+    """The bytes that a block takes on a CUDA device, by its allocator, beyond the bytes on entry."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -101,7 +101,7 @@ class Bench:
     original: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The same in plain JSON values."""
+        """All fields in plain JSON values."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def save(self, folder: Path) -> None:
@@ -117,7 +117,8 @@ class Bench:
             KVSurgeryError: it is missing, or not what `save` writes.
         """
         with document(folder / FILE, (FORMAT, VERSION), "kvsurgery bench") as content:
-            rows, contenders = tuple(_row(fields) for fields in content.pop("rows")), tuple(content.pop("contenders"))
+            rows = tuple(_row(fields) for fields in content.pop("rows"))
+            contenders = tuple(content.pop("contenders"))
             return cls(**content, contenders=contenders, rows=rows)
 
 

@@ -181,7 +181,8 @@ def _show(results: Bench) -> None:
         "x original": lambda row: _times_faster(results, row),
         "of floor": lambda row: f"{row.share:.1%}" if row.share else NOTHING,
     }
-    bandwidth, weights = console.size(results.bandwidth), console.size(results.weights)
+    bandwidth = console.size(results.bandwidth)
+    weights = console.size(results.weights)
     _print(results, f"Milliseconds on {results.versions['device']}, which reads {bandwidth} a second", times)
     memory: Columns = {
         "KV bytes": lambda row: console.size(row.kv_bytes) if row.kv_bytes else NOTHING,

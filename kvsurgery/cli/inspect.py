@@ -133,7 +133,8 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     if refusal := surgery.vllm.get("refusal"):
         lines.append(refusal)
     else:
-        kv_size, dense_size = (console.size(surgery.vllm[name]) for name in ("kv_bytes", "dense_bytes"))
+        kv_size = console.size(surgery.vllm["kv_bytes"])
+        dense_size = console.size(surgery.vllm["dense_bytes"])
         longest = length_name(surgery.kv_bytes[-1]["tokens"])
         unquantized = "does not quantize the cache, and " * bool(quantized)
         per_process = " in each process" if surgery.vllm["processes"] > 1 else ""

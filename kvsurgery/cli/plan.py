@@ -189,9 +189,10 @@ def describe_reform(reform: Mapping[str, Any]) -> str:
 
 def print_fit(fit: Mapping[str, Any], processes: int) -> None:
     """How a memory is filled, that of each process."""
-    total, weights, cache, workspace = (
-        console.size(fit[name]) for name in ("total", "weights", "kv_bytes", "workspace")
-    )
+    total = console.size(fit["total"])
+    weights = console.size(fit["weights"])
+    cache = console.size(fit["kv_bytes"])
+    workspace = console.size(fit["workspace"])
     whole_prompt = fit["chunk"] == fit["context"] - fit["new_tokens"]
     prefill = "one-shot prefill" if whole_prompt else f"prefill_chunk_size={fit['chunk']}"
     devices_note = f" on each of {processes} devices" if processes > 1 else ""

@@ -160,12 +160,12 @@ def recipe_options(command: Any) -> Any:
 
 
 def fit_options(command: Any) -> Any:
-    """The same without fields that a fit decides."""
+    """Give a command the options of a recipe, without fields that a fit decides."""
     return _fields(command, DECIDED)
 
 
 def sweep_options(command: Any) -> Any:
-    """The same with several values of the axes of a sweep, and without fields that have no place in one."""
+    """Give a command the options of a sweep: several values for its axes, and no fields without a place in one."""
     return _fields(command, (*NOT_SWEPT, *FIELDS[DEVICES]), AXES)
 
 

@@ -96,8 +96,10 @@ def quiet_transformers() -> None:
 
 
 def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: str | None = None) -> str:
-    """The dtype to measure a folder or a Hub id in: "auto" becomes float32 where the CPU is slow in the checkpoint's,
-    which is said on stderr."""
+    """The dtype to measure a folder or a Hub id in.
+
+    "auto" becomes float32 where the CPU is slow in the checkpoint's dtype, which is said on stderr.
+    """
     from kvsurgery.checkpoint.dtype import INSTRUCTIONS, slow_on_cpu, stored_dtype
     from kvsurgery.display import console
     from kvsurgery.system.processes import is_first, usable_device

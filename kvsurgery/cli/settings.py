@@ -98,7 +98,8 @@ def _entries(kinds: Kinds) -> dict[str, list[_Entry]]:
     """The settings that an option sets, by option."""
     result: dict[str, list[_Entry]] = {}
     for owner, kind in kinds.items():
-        hints, values = get_type_hints(kind), {field.name: field.default for field in fields(kind)}
+        hints = get_type_hints(kind)
+        values = {field.name: field.default for field in fields(kind)}
         for name, setting in settings_of(kind).items():
             result.setdefault(setting.option, []).append(_Entry(owner, hints[name], values[name], setting))
     return result

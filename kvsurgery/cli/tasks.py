@@ -78,7 +78,8 @@ def tasks_of(ctx: click.Context, preset: Mapping[str, Any] = {}) -> dict[str, Ta
         UsageError: an option belongs to tasks that are not asked for.
         KVSurgeryError: a setting is out of range, or an input cannot be read.
     """
-    task_names, classes = chosen(ctx, "tasks", preset), task_classes()
+    task_names = chosen(ctx, "tasks", preset)
+    classes = task_classes()
     for option, owners in foreign_options(ctx, classes, task_names):
         raise click.UsageError(
             f"{option} is an option of {owners}, which --tasks does not name: add it, or leave the option out"

@@ -1,4 +1,4 @@
-"""`kvsurgery verify`: is a converted checkpoint what its conversion wrote?"""
+"""`kvsurgery verify`: check that a converted checkpoint is what its conversion wrote."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ class Respondent:
         if len(sample.tokens) < 2:  # one for the cache, and one that the answer begins after
             return "the prompt has fewer than 2 tokens"
         positions = self.model.config.get_text_config().max_position_embeddings
-        prompt, budget = len(sample.tokens), decoding.recompute_budget(self.model)
+        prompt = len(sample.tokens)
+        budget = decoding.recompute_budget(self.model)
         if self.shared and budget is not None and prompt > budget:
             return GATHERED_ALONE
         if sample.context and budget is not None and sample.positions > budget:

@@ -38,7 +38,8 @@ class CheckText:
             UnsupportedModel: the checkpoint has no tokenizer, or one with code that is not trusted.
         """
         tokenizer = reader_of(folder, trust_remote_code=trust_remote_code).tokenizer
-        text, start_tokens = Haystack.read(source, tokenizer, SIZES.passages * SIZES.length), first_tokens(tokenizer)
+        text = Haystack.read(source, tokenizer, SIZES.passages * SIZES.length)
+        start_tokens = first_tokens(tokenizer)
         passages = SIZES.of(text.tokens, start_tokens)
         return cls(torch.stack(passages), text.name)
 

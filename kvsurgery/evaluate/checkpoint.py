@@ -83,7 +83,8 @@ def reader_of(folder: str | Path, seed: int = 0, trust_remote_code: bool = False
         CheckpointError: its config.json cannot be used.
     """
     read_config(folder)
-    config, tokenizer = read_text_config(folder, trust_remote_code), _tokenizer(folder, trust_remote_code)
+    config = read_text_config(folder, trust_remote_code)
+    tokenizer = _tokenizer(folder, trust_remote_code)
     return Reader(tokenizer, config.max_position_embeddings, config.vocab_size, seed, Path(folder), trust_remote_code)
 
 
@@ -155,7 +156,8 @@ def fingerprint(folder: str | Path) -> str:
     Raises:
         CheckpointError, UnsupportedModel: it is malformed, or has no safetensors weights.
     """
-    folder, digest = Path(folder), blake3()
+    folder = Path(folder)
+    digest = blake3()
     for name in (CONFIG, GENERATION_CONFIG, PROVENANCE):
         if (folder / name).exists():
             digest.update((folder / name).read_bytes())

@@ -110,7 +110,8 @@ def answers(
         chunk: tokens of a prompt that are read at once. Default: all.
         images: of a single prompt, what the model takes beside its tokens.
     """
-    width, budget = max(map(len, prompts)), recompute_budget(model)
+    width = max(map(len, prompts))
+    budget = recompute_budget(model)
     if budget is not None and width > budget:
         ids, mask = left_padded(prompts, model)
         return _generate(model, tokenizer, ids, mask, limit, stops, **_on_device(images or {}, model))

@@ -61,7 +61,8 @@ def with_kv_bytes(
 ) -> Results:
     """The results with the KV bytes of the longest sample, by the converted checkpoint's config."""
     config = read_config(Path(converted))
-    layout, longest_sample = KVLayout.from_config(config), LongestSample.of(converted, samples, positions, dtype)
+    layout = KVLayout.from_config(config)
+    longest_sample = LongestSample.of(converted, samples, positions, dtype)
     return replace(
         results,
         tokens=longest_sample.tokens,

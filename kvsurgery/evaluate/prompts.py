@@ -26,7 +26,8 @@ def truncated_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int,
     while len(tokens) > room:
         if half < 1:
             raise TextError(f"a prompt does not fit into {room} tokens")
-        start, end = (text_of(tokenizer, part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+        start = text_of(tokenizer, ids[:half], skip_special_tokens=True)
+        end = text_of(tokenizer, ids[-half:], skip_special_tokens=True)
         tokens = turn_tokens(tokenizer, start + end, chat=chat)
         # where it is cut, text may be spelt by more tokens
         half -= max(1, (len(tokens) - room) // 2)

@@ -139,7 +139,8 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
                 "samples are made from, has changed; give another folder"
             )
         if keys[0] == "tasks" and len(keys) == 2:  # only one of them has this task
-            old, new = (list(document["tasks"]) for document in (recorded_settings, settings))
+            old = list(recorded_settings["tasks"])
+            new = list(settings["tasks"])
         raise OutputError(
             f"{folder} holds an evaluation with other settings: {_setting_name(keys)} is {_setting_value(old)} there "
             f"and {_setting_value(new)} here; give another folder, or the same settings"

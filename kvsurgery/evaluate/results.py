@@ -114,7 +114,7 @@ class Results:
     dense_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The same in plain JSON values."""
+        """All fields in plain JSON values."""
         return json_values({"format": FORMAT, "version": VERSION, **asdict(self)})
 
     def save(self, folder: Path) -> None:

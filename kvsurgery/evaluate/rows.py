@@ -116,7 +116,8 @@ def named_files(source: str, names: Sequence[str], selection: Sequence[str] | No
     """
     if unknown_names := {*(selection or ())} - {*names}:
         raise TextError(f"{benchmark} has no {', '.join(sorted(unknown_names))}; it has {', '.join(names)}")
-    path, present_names = Path(source), list(names)
+    path = Path(source)
+    present_names = list(names)
     if path.is_dir():
         present_names = [name for name in names if any((path / f"{name}{ending}").is_file() for ending in ENDINGS)]
     elif path.is_file():

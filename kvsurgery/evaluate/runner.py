@@ -156,7 +156,8 @@ class Evaluation:
                 f"{checkpoint} has a vocabulary of {rows} tokens, the samples are made for {self.reader.vocabulary}: "
                 "it belongs to another model"
             )
-        settings, digest = read_settings(self.folder), fingerprint(checkpoint)
+        settings = read_settings(self.folder)
+        digest = fingerprint(checkpoint)
         model_entry = settings["models"].get(name)
         if model_entry is None:
             facts = inspect_checkpoint(Path(checkpoint), str(checkpoint)).to_json()

@@ -41,7 +41,8 @@ def task_result(
     difference = None
     if common_keys:
         table = np.array([[by_key[key] for key in common_keys] for by_key in values.values()], dtype=np.float64)
-        means, resampled = (_scaled(part, metric) for part in (table.mean(1), resampled_means(table, seed)))
+        means = _scaled(table.mean(1), metric)
+        resampled = _scaled(resampled_means(table, seed), metric)
         scores = {model: interval(means[place], resampled[place]) for place, model in enumerate(values)}
         if len(values) == 2 and len(common_keys) > 1:  # one sample says nothing about another
             difference = interval(means[1] - means[0], resampled[1] - resampled[0])

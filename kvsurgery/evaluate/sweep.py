@@ -142,7 +142,8 @@ def sweep(
         KVSurgeryError: as `PreparedConversion.prepare`, `convert`, `Evaluation.open` and `Evaluation.answer`.
         Interrupted: Ctrl-C.
     """
-    settings, resolved_folder = grid.settings(), Path(folder).resolve()
+    settings = grid.settings()
+    resolved_folder = Path(folder).resolve()
     if grid.source.resolve() in (resolved_folder, *resolved_folder.parents):
         raise OutputError(f"{folder} is the original's folder or inside it; choose another folder")
     distinct_settings: dict[str, SweptSetting] = {}

@@ -90,7 +90,7 @@ class Sweep:
         return tuple(self.points[place] for place in best_places)
 
     def to_json(self) -> dict[str, Any]:
-        """The same in plain JSON values."""
+        """All fields in plain JSON values."""
         return json_values({"format": FORMAT, "version": VERSION, **asdict(self)})
 
     def save(self, folder: Path) -> None:

@@ -58,7 +58,8 @@ def attention_profile(
     if count < 1:
         raise ProfileError(f"attention is measured over 1 prompt or more, got {count}")
     total = torch.zeros(measured.dimensions.layers, measured.dimensions.kv_heads, dtype=torch.float64)
-    share, kept_samples = mesh.share(count), KeptSamples(kept, measured, "attention")
+    share = mesh.share(count)
+    kept_samples = KeptSamples(kept, measured, "attention")
     for done, number in enumerate(share, 1):
         prompt = prompts(number, 0)
         facts = [part.tolist() for part in prompt]

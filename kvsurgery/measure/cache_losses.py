@@ -66,7 +66,8 @@ class TrialSizes:
 
     def of(self, text: np.ndarray, prefix_tokens: Sequence[int]) -> list[torch.Tensor]:
         """The passages of a text, int64 [length] each, with `prefix_tokens` before each."""
-        piece_length, prefix = self.length - len(prefix_tokens), torch.tensor(prefix_tokens, dtype=torch.int64)
+        piece_length = self.length - len(prefix_tokens)
+        prefix = torch.tensor(prefix_tokens, dtype=torch.int64)
         starts = np.linspace(0, len(text) - piece_length, self.passages + 2).astype(int)[1:-1]
         return [torch.cat([prefix, torch.from_numpy(text[start : start + piece_length])]) for start in starts]
 

@@ -58,7 +58,8 @@ class CacheTrial:
         caches: Sequence[Quantization | Window],
     ):
         self.model, self.layers, self.caches = model, layers, (None, *caches)
-        self.tokens, self.following = tokens[:, :prompt].to(model.device), tokens[:, prompt:].to(model.device)
+        self.tokens = tokens[:, :prompt].to(model.device)
+        self.following = tokens[:, prompt:].to(model.device)
         self.prompt = prompt
         self.outputs: list[Any] = []  # of each layer with an unchanged cache
         self.states: dict[int, KeysValues] = {}
@@ -98,7 +99,7 @@ class CacheTrial:
         return torch.stack(divergences)
 
     def converted_divergence(self, changes: torch.Tensor) -> torch.Tensor:
-        """As `divergence`, but streaming heads stream while the prompt is read too, once for each set of such heads."""
+        """The divergence where streaming heads stream while the prompt is read too, once for each set of such heads."""
         windows = torch.tensor([isinstance(cache, Window) for cache in self.caches])
         streaming = changes.where(windows[changes], EXACT)
         prompts, prompt_of = streaming.unique(dim=0, return_inverse=True)
@@ -175,7 +176,8 @@ class CacheTrial:
         ]
         # each KV head a row of its own, since each has its own mask
         head_states = [tensor.reshape(rows * heads, -1, *tensor.shape[2:]) for tensor in (query, *states)]
-        visible, scoring = self._visible(layer, kinds, query.shape[2]), scoring_of(query, options)
+        visible = self._visible(layer, kinds, query.shape[2])
+        scoring = scoring_of(query, options)
         if scoring.sinks is None:
             output = kv_softmax.attend(*head_states, visible, scoring).reshape(query.shape)
         else:  # a number for each query head, which lie together again

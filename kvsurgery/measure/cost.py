@@ -51,8 +51,10 @@ class Cost:
 
 
 def costs(checkpoint: Checkpoint) -> list[Cost]:
-    """The cost of each method. A token takes two operations per weight that it meets, and two per state that it attends
-    to, for its key and for its value; on average, that is half of the prompt.
+    """The cost of each method.
+
+    A token takes two operations per weight that it meets, and two per state that it attends to, for its key and for its
+    value; on average, that is half of the prompt.
 
     Raises:
         UnsupportedModel: the config makes no sense.

@@ -99,7 +99,8 @@ def add_gradient(
     Returns:
         The loss, float32 []; where processes share the prompt's tokens, the part that this one's contribute.
     """
-    tokens, targets = tokens.to(gates.device), targets.to(gates.device)
+    tokens = tokens.to(gates.device)
+    targets = targets.to(gates.device)
     if loss == "distill":
         with torch.no_grad(), mixed_attention(measured, mesh=mesh):
             full_states = target_states(measured, tokens, targets, mesh)[0]
@@ -117,8 +118,10 @@ def add_gradient(
 def target_states(
     measured: MeasuredModel, tokens: torch.Tensor, targets: torch.Tensor, mesh: Mesh = Mesh()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What targets are predicted from: the hidden states one place before, after the final norm, [targets, hidden], of
-    the tokens that lie in this process; and the targets' tokens [targets].
+    """The hidden states that targets are predicted from, and the targets' tokens.
+
+    The states [targets, hidden] are those one place before, after the final norm, of the tokens that lie in this
+    process; the tokens are [targets].
     """
     local_targets = mesh.tokens(targets[:, 1:])
     positions = mesh.tokens(torch.arange(tokens.shape[1] - 1, device=tokens.device)[None])

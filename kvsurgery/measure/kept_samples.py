@@ -69,7 +69,8 @@ def read_kept(path: Path) -> dict[str, dict[str, Any]]:
     """
     kept: dict[str, dict[str, Any]] = {}
     for number, record in enumerate(read_lines(path), 1):
-        key, result = record.get("sample"), record.get("result")
+        key = record.get("sample")
+        result = record.get("result")
         if not isinstance(result, dict) or record.get("checksum") != _hash([key, result]):
             raise damaged(path, number, "it is not what was written")
         kept[str(key)] = {name: np.array(value) if isinstance(value, list) else value for name, value in result.items()}

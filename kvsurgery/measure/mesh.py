@@ -62,8 +62,9 @@ class Mesh:
         sharded: bool = True,
         trust_remote_code: bool = False,
     ) -> MeasuredModel:
-        """Load the model on every process, each with a part of the weights: by heads (tensor parallelism), then what
-        is left over all groups (FSDP2).
+        """Load the model on every process, each with a part of the weights.
+
+        They are split by heads (tensor parallelism), and then over all groups (FSDP2).
 
         Without tensor parallelism the processes of a machine take turns, so that its memory holds one whole model at a
         time, and each reads the whole checkpoint; `lm_head` is not sharded.
@@ -184,8 +185,9 @@ class Mesh:
 
 
 def check_rope(measured: MeasuredModel) -> None:
-    """Refuse a model whose rotary embedding depends on a prompt's length, or whose queries have a factor by their place
-    in the prompt: a process sees its own part of it only.
+    """Refuse a model whose rotary embedding depends on a prompt's length, or whose queries are scaled by their place.
+
+    A process sees only its own part of the prompt.
 
     Raises:
         UnsupportedModel: it does.

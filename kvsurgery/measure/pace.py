@@ -172,7 +172,8 @@ def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mes
         gates.grad = torch.zeros_like(gates)
         add_gradient(measured, gates, ids, targets, options.loss, mesh, **sizes).item()
 
-    seconds, share = scaled_seconds(measured, tokens, step, mesh), len(mesh.share(options.batch))
+    seconds = scaled_seconds(measured, tokens, step, mesh)
+    share = len(mesh.share(options.batch))
     return lambda length: share * seconds(length)
 
 
@@ -189,8 +190,9 @@ def scaled_seconds(
 
 
 def operations_of(measured: MeasuredModel) -> Callable[[int], float]:
-    """How many operations a prompt takes, by its tokens: two for each weight of a layer and each token, and for each
-    pair of a query and a key that it sees."""
+    """How many operations a prompt takes, by its tokens.
+
+    There are two for each weight of a layer and each token, and for each pair of a query and a key that it sees."""
     weights = sum(weight.numel() for weight in decoder_of(measured.model).layers.parameters())
     width = measured.dimensions.query_width
     return lambda length: 2.0 * weights * length + 2.0 * width * length**2

@@ -64,7 +64,7 @@ class RankedPrompt:
 
     @property
     def facts(self) -> list[Any]:
-        """The same in JSON's values."""
+        """All fields in JSON's values."""
         return [self.tokens.tolist(), *map(str, (self.context, self.question, self.gold))]
 
     @property
@@ -109,10 +109,8 @@ def embedding_ranking(
         raise UnsupportedModel(measured.no_reform)
     _check_samples(measured, samples, recurrence)
     all_samples = [sample for task_samples in samples.values() for sample in task_samples]
-    local_query_heads, local_kv_heads = (
-        mesh.local_head_count(measured, head_count)
-        for head_count in (measured.dimensions.query_heads, measured.dimensions.kv_heads)
-    )
+    local_query_heads = mesh.local_head_count(measured, measured.dimensions.query_heads)
+    local_kv_heads = mesh.local_head_count(measured, measured.dimensions.kv_heads)
     heads = {
         "q": local_query_heads,
         "k": local_kv_heads,
@@ -219,7 +217,8 @@ def similarity(context: torch.Tensor, question: torch.Tensor) -> torch.Tensor:
     Returns:
         float32 [heads, tokens].
     """
-    context, question = (F.normalize(states.float(), dim=-1) for states in (context, question))
+    context = F.normalize(context.float(), dim=-1)
+    question = F.normalize(question.float(), dim=-1)
     return (context @ question.mT).amax(-1)
 
 
@@ -243,7 +242,8 @@ def normalized_ranks(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor
     Returns:
         float64 [heads, gold] in [0, 1], 0 = above all others.
     """
-    ascending, gold = scores.sort(-1).values, scores[:, places].contiguous()
+    ascending = scores.sort(-1).values
+    gold = scores[:, places].contiguous()
     lower = torch.searchsorted(ascending, gold)
     upper = torch.searchsorted(ascending, gold, right=True)
     higher = scores.shape[1] - upper + (upper - lower - 1) / 2
@@ -282,7 +282,8 @@ class _Scores:
     def visit(self, states: LayerStates) -> None:
         """Any chunk, once the question's states are known."""
         context, chunk = self.sample.context, states.chunk
-        start, stop = max(context.start, chunk.start), min(context.stop, chunk.stop)
+        start = max(context.start, chunk.start)
+        stop = min(context.stop, chunk.stop)
         if start >= stop:
             return
         for kind, kind_states in _by_kind(states).items():

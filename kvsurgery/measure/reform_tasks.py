@@ -99,16 +99,19 @@ def _pairs(rng: np.random.Generator) -> Riddle:
 
 
 def _chains(rng: np.random.Generator) -> Riddle:
-    given_names, family_names = (rng.permutation(names)[: 2 * CHAINS] for names in (GIVEN_NAMES, FAMILY_NAMES))
+    given_names = rng.permutation(GIVEN_NAMES)[: 2 * CHAINS]
+    family_names = rng.permutation(FAMILY_NAMES)[: 2 * CHAINS]
     people = [f"{first} {last}" for first, last in zip(given_names, family_names, strict=True)]
-    links, traits = (rng.permutation(len(kinds))[:CHAINS] for kinds in (LINKS, TRAITS))
+    links = rng.permutation(len(LINKS))[:CHAINS]
+    traits = rng.permutation(len(TRAITS))[:CHAINS]
     facts: list[str] = []
     for chain in range(CHAINS):
         (link, description_template), (trait, question_template, answers) = LINKS[links[chain]], TRAITS[traits[chain]]
         names = {"a": people[2 * chain], "b": people[2 * chain + 1], "c": rng.choice(answers)}
         facts += [link.format(**names), trait.format(**names)]
         if chain == 0:
-            question, answer = question_template.format(who=description_template.format(**names)), str(names["c"])
+            question = question_template.format(who=description_template.format(**names))
+            answer = str(names["c"])
     return Riddle(tuple(facts), 2, question, answer)
 
 

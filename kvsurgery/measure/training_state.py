@@ -47,7 +47,8 @@ class TrainingState:
     def new(cls, gates: torch.Tensor) -> TrainingState:
         """Before the first step."""
         gates = gates.detach().cpu().clone()
-        mean, square = torch.zeros_like(gates), torch.zeros_like(gates)
+        mean = torch.zeros_like(gates)
+        square = torch.zeros_like(gates)
         return cls(gates, mean, square, gates.new_zeros(0, *gates.shape), np.zeros((0, len(HISTORY))))
 
     @property

@@ -12,7 +12,8 @@ def lines_match(answer: str, reference: str) -> float:
 def edit_similarity(answer: str, reference: str) -> float:
     """1 less the edits (Levenshtein) between the lines said and the right ones, as a share of the longer text."""
     lines = _lines(reference)
-    one, other = "\n".join(_lines(answer)[: len(lines)]), "\n".join(lines)
+    one = "\n".join(_lines(answer)[: len(lines)])
+    other = "\n".join(lines)
     return 1 - _edits(one, other) / max(1, len(one), len(other))
 
 

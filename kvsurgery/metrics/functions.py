@@ -39,7 +39,8 @@ def repeated_function(answer: str, references: Sequence[str], choices: Sequence[
         KVSurgeryError: the packages that parse and compare are not installed.
     """
     reference, language = references
-    parser, answer = _parser(language), answer.strip()
+    parser = _parser(language)
+    answer = answer.strip()
     blocks = CODE_BLOCK.findall(answer)
     functions = (function for block in blocks if (function := _first_function(parser, block, language)) is not None)
     code = next(functions, blocks[0] if blocks else answer)
@@ -98,5 +99,6 @@ def _bleu(answer: str, reference: str) -> float:
     """BLEU of up to four words in a row, smoothed for short texts (Chen and Cherry 2014, method 4), 0 to 1."""
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
-    words, reference_words = (re.split(r"\s+", text.strip()) for text in (answer, reference))
+    words = re.split(r"\s+", answer.strip())
+    reference_words = re.split(r"\s+", reference.strip())
     return float(sentence_bleu([reference_words], words, smoothing_function=SmoothingFunction().method4))

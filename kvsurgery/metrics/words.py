@@ -24,7 +24,8 @@ def exact_match(answer: str, reference: str) -> float:
 
 def first_words(answer: str, reference: str) -> float:
     """1 if an answer begins with the words of `reference`, without case; what follows them does not count."""
-    answer_words, reference_words = (re.findall(r"\w+", text.lower()) for text in (answer, reference))
+    answer_words = re.findall(r"\w+", answer.lower())
+    reference_words = re.findall(r"\w+", reference.lower())
     return float(answer_words[: len(reference_words)] == reference_words)
 
 
@@ -35,7 +36,8 @@ def qa_f1(answer: str, reference: str) -> float:
 
 def rouge1_recall(answer: str, reference: str) -> float:
     """Share of the words of `reference` that are in `answer` (ROUGE-1 recall, Lin 2004), without case; no stemming."""
-    answer_words, reference_words = (Counter(re.findall(r"\w+", text.lower())) for text in (answer, reference))
+    answer_words = Counter(re.findall(r"\w+", answer.lower()))
+    reference_words = Counter(re.findall(r"\w+", reference.lower()))
     return (answer_words & reference_words).total() / max(1, reference_words.total())
 
 
@@ -60,12 +62,10 @@ def rouge_l_sum(answer: str, reference: str) -> float:
     Of each line of `reference`, the words that are in its longest common subsequence with some line of `answer` count,
     but no word more often than both texts have it.
     """
-    answer_lines, reference_lines = (
-        [re.findall("[a-z0-9]+", line.lower()) for line in text.split("\n")] for text in (answer, reference)
-    )
-    left_in_answer, left_in_reference = (
-        Counter(word for line in lines for word in line) for lines in (answer_lines, reference_lines)
-    )
+    answer_lines = [re.findall("[a-z0-9]+", line.lower()) for line in answer.split("\n")]
+    reference_lines = [re.findall("[a-z0-9]+", line.lower()) for line in reference.split("\n")]
+    left_in_answer = Counter(word for line in answer_lines for word in line)
+    left_in_reference = Counter(word for line in reference_lines for word in line)
     total, common = left_in_answer.total() + left_in_reference.total(), 0
     for line in reference_lines:
         for place in sorted(set().union(*(_common_places(line, other) for other in answer_lines))):
@@ -79,9 +79,8 @@ def rouge_l_sum(answer: str, reference: str) -> float:
 
 def character_f1_zh(answer: str, reference: str) -> float:
     """F1 of the characters of Chinese, without case, punctuation and space (InfiniteBench)."""
-    answer, reference = (
-        "".join(text.lower().translate(NO_CHINESE_PUNCTUATION).split()) for text in (answer, reference)
-    )
+    answer = "".join(answer.lower().translate(NO_CHINESE_PUNCTUATION).split())
+    reference = "".join(reference.lower().translate(NO_CHINESE_PUNCTUATION).split())
     return _f1([*answer], [*reference])
 
 
@@ -123,7 +122,9 @@ def _common_places(one: list[str], other: list[str]) -> set[int]:
             longest[i + 1][j + 1] = (
                 longest[i][j] + 1 if word == other_word else max(longest[i][j + 1], longest[i + 1][j])
             )
-    places, i, j = set(), len(one), len(other)
+    places = set()
+    i = len(one)
+    j = len(other)
     while i and j:
         if one[i - 1] == other[j - 1]:
             places.add(i - 1)

@@ -36,8 +36,9 @@ DEQUANTIZED = 1 << 24
 
 @dataclass(frozen=True)
 class Footprint:
-    """A model's weights, and the widths that its activations follow from: of the process of tensor parallelism that
-    holds most.
+    """A model's weights, and the widths that its activations follow from.
+
+    With tensor parallelism, they are of the process that holds most.
 
     Attributes:
         model: attention dimensions, with the heads that a process computes.

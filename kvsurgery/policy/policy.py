@@ -72,8 +72,9 @@ class Policy:
 
     @cached_property
     def hash(self) -> str:
-        """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select, the cache is quantized and long
-        prompts are read."""
+        """BLAKE3 of the policy as canonical JSON.
+
+        It covers the layers, and how budgeted heads select, the cache is quantized and long prompts are read."""
         names = ("order", "full", "sink", "recent", "native")
         layers = [
             {

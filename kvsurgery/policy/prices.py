@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log1p
 
 import numpy as np
@@ -148,11 +149,9 @@ class Prices:
         """What is lost with this many full heads, whose others stream as in a layer."""
         tokens, quantization = layer.sink + layer.recent, layer.quantization
         if self.loss_sums is None:
-            full_score, total, fidelity = (
-                float(self.score_sums[count]),
-                float(self.score_sums[-1]),
-                _fidelity(quantization),
-            )
+            full_score = float(self.score_sums[count])
+            total = float(self.score_sums[-1])
+            fidelity = _fidelity(quantization)
             share = min(tokens, self.demand.context) / self.demand.context
             kept_score = full_score * fidelity + (total - full_score) * share * (
                 fidelity if layer.quantized_window else 1
@@ -174,8 +173,9 @@ class Prices:
     def budgeted(
         self, budget_scores: np.ndarray, beta: float | None, selection: kv_layout.Selection
     ) -> Iterator[Candidate]:
-        """Candidates whose other heads have budgets that follow these scores, float32 [layers, kv_heads]; where budgets
-        hold, only with a cache that they can have: in the model's dtype, or quantized per token."""
+        """Candidates whose other heads have budgets that follow these scores, float32 [layers, kv_heads].
+
+        Where budgets hold, only with a cache that they can have: in the model's dtype, or quantized per token."""
         quantizations = [
             quantization
             for quantization in self.quantizations
@@ -199,9 +199,8 @@ class Prices:
                 shares = float(scores.astype(np.float64) @ np.log1p(tokens[budgeted_mask])) / log1p(demand.context)
                 if self.shares > 1:
                     orders = [blocks.order for blocks in arrange(~budgeted_mask, budgets, self.shares)]
-                    tokens, scored_tokens = (
-                        np.take_along_axis(table, np.array(orders), 1) for table in (tokens, scored_tokens)
-                    )
+                    tokens = np.take_along_axis(tokens, np.array(orders), 1)
+                    scored_tokens = np.take_along_axis(scored_tokens, np.array(orders), 1)
                 # [layers, heads of each process, process after process]
                 processes = [
                     *zip(*(np.split(table, self.shares, axis=1) for table in (tokens, scored_tokens)), strict=True)
@@ -240,17 +239,18 @@ class Prices:
         if quantization is None:
             return int(tokens.sum()) * 2 * head_dim * itemsize
         # no more tokens than 64 bits can add
-        sink, residual = (min(count, MAX_TOKENS) for count in (quantization.sink, quantization.residual))
+        sink = min(quantization.sink, MAX_TOKENS)
+        residual = min(quantization.residual, MAX_TOKENS)
         return int(replace(quantization, sink=sink, residual=residual).head_bytes(tokens, head_dim, itemsize).sum())
 
     def _workspace(self, chunk: int) -> tuple[tuple[int, int], int]:
         """Bytes that a prefill takes beside keys and values: unquantized, quantized, and for each budgeted head."""
-        demand, in_flight_bytes = self.demand, self._in_flight(chunk, 0)
-        states = demand.batch * self.footprint.states
-        unquantized_bytes, quantized_bytes = (
-            in_flight_bytes + states + self.footprint.activation_bytes(demand.batch, demand.context, chunk, tiles)
-            for tiles in (False, chunk < demand.prompt)
-        )
+        demand = self.demand
+        in_flight_bytes = self._in_flight(chunk, 0)
+        fixed_bytes = in_flight_bytes + demand.batch * self.footprint.states
+        activation_bytes = partial(self.footprint.activation_bytes, demand.batch, demand.context, chunk)
+        unquantized_bytes = fixed_bytes + activation_bytes(tiles=False)
+        quantized_bytes = fixed_bytes + activation_bytes(tiles=chunk < demand.prompt)
         return (unquantized_bytes, quantized_bytes), self._in_flight(chunk, 1) - in_flight_bytes
 
     def _in_flight(self, chunk: int, budgeted_count: int) -> int:

@@ -72,7 +72,8 @@ def _layer_blocks(
     full: np.ndarray, order: Sequence[int], counts: list[int], dealt_heads: list[list[int]], size: int, budgeted: bool
 ) -> Blocks:
     """One layer's heads, block after block."""
-    full_heads, other_heads = (iter(np.flatnonzero(mask).tolist()) for mask in (full, ~full))
+    full_heads = iter(np.flatnonzero(full).tolist())
+    other_heads = iter(np.flatnonzero(~full).tolist())
     heads: list[int] = []
     for block in order:
         heads += islice(full_heads, counts[block])

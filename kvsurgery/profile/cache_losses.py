@@ -55,8 +55,10 @@ class Combination:
 
 @dataclass(frozen=True, eq=False)
 class CacheLosses(TensorFile):
-    """What caches lose on one model. A loss is the mean Kullback-Leibler divergence, in nats, of the next token's
-    distribution from that with an unquantized cache of every token.
+    """What caches lose on one model.
+
+    A loss is the mean Kullback-Leibler divergence, in nats, of the next token's distribution from that with an
+    unquantized cache of every token.
 
     Attributes:
         settings: by bits, what was tried with every head quantized.

@@ -88,7 +88,7 @@ class Comparison:
         return np.abs(self.difference).mean(axis=1)
 
     def to_json(self) -> dict[str, Any]:
-        """The same in plain JSON values, per head only what differs."""
+        """The comparison in plain JSON values, per head only where it differs."""
         names = ("base_model", "base_revision", "method", "granularity", "sink", "recent", "hash")
         return {
             **{
@@ -157,7 +157,8 @@ def common_scores(
     first_profile = profiles[0]
     for profile in profiles[1:]:
         if profile.model != first_profile.model:
-            first_dimensions, dimensions = asdict(first_profile.model), asdict(profile.model)
+            first_dimensions = asdict(first_profile.model)
+            dimensions = asdict(profile.model)
             differences = ", ".join(
                 f"{name} {first_dimensions[name]} and {dimensions[name]}"
                 for name in first_dimensions
@@ -195,7 +196,8 @@ def common_windows(profiles: Sequence[HeadProfile]) -> tuple[int | None, ...] | 
 def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     """Pearson's correlation of the places of scores; None where all are equal."""
     mean_place = (a.size + 1) / 2
-    x, y = places(a).ravel() - mean_place, places(b).ravel() - mean_place
+    x = places(a).ravel() - mean_place
+    y = places(b).ravel() - mean_place
     spread = np.sqrt((x @ x) * (y @ y))
     return float(x @ y / spread) if spread else None
 
@@ -203,5 +205,6 @@ def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
 def _overlap(
     a: HeadProfile, b: HeadProfile, sparsity: float, group_reduce: Literal["mean", "max"], eligible: np.ndarray
 ) -> Overlap:
-    full_a, full_b = (full_heads(profile, sparsity, group_reduce, eligible) for profile in (a, b))
+    full_a = full_heads(a, sparsity, group_reduce, eligible)
+    full_b = full_heads(b, sparsity, group_reduce, eligible)
     return Overlap(sparsity, int(eligible.sum()) * a.model.kv_heads, int(full_a.sum()), int((full_a & full_b).sum()))

@@ -46,7 +46,8 @@ def full_mask(scores: np.ndarray, eligible: np.ndarray, choice: dict[str, float]
     Raises:
         PolicyError: its value is out of range.
     """
-    [(option, value)], heads = choice.items(), int(eligible.sum()) * scores.shape[1]
+    [(option, value)] = choice.items()
+    heads = int(eligible.sum()) * scores.shape[1]
     if option == "threshold":
         # in the precision of the scores: a score of 0.3 reaches a threshold of 0.3
         with np.errstate(over="ignore"):

@@ -50,7 +50,8 @@ def merge(
     granularity, scores = common_scores(profiles, group_reduce)
     windows = common_windows(profiles)
     eligible = replace(profiles[0], windows=windows).eligible
-    methods, names = ({getattr(profile, name) for profile in profiles} for name in ("method", "base_model"))
+    methods = {profile.method for profile in profiles}
+    names = {profile.base_model for profile in profiles}
     if how != "rank-product" and len(methods) > 1:
         raise ProfileError(
             f"scores of {' and '.join(sorted(methods))} have no common scale to take the {how} on; "

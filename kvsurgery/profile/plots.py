@@ -148,7 +148,8 @@ def plot_training(history: np.ndarray, path: str | Path) -> None:
 
 def _figure(layers: int, heads: int, maps: int) -> tuple[Figure, list[Axes]]:
     """A row for bars and below it rows for maps, with the layers as their common columns."""
-    width, height = max(min(CELL * layers, ACROSS), 6), max(min(CELL * heads, 10 if maps == 1 else 4.5), 1.6)
+    width = max(min(CELL * layers, ACROSS), 6)
+    height = max(min(CELL * heads, 10 if maps == 1 else 4.5), 1.6)
     figure = new_figure(width + 1.6, BARS + maps * (height + 0.3) + 1)
     axes = list(figure.subplots(1 + maps, 1, sharex=True, height_ratios=[BARS, *[height] * maps]))
     axes[0].spines[["top", "right"]].set_visible(False)

@@ -16,11 +16,13 @@ def ceiling(method: str, scores: np.ndarray) -> float:
 
 
 def shown(method: str, scores: np.ndarray) -> tuple[np.ndarray, float, str]:
-    """What a heat map of ten levels shows: values in the shape of the scores, the end of the scale from 0, and what a
-    value is.
+    """What a heat map of ten levels shows.
 
     Where most scores of a method of importance lie in the lowest tenth, a map of the scores would show a few heads and
     nothing else; a value is then the share of heads that score less.
+
+    Returns:
+        Values in the shape of the scores, the end of the scale from 0, and what a value is.
     """
     scale_end = ceiling(method, scores)
     if SCORE_METHODS[method].kind == "importance" and np.median(scores) < scale_end / 10:

@@ -99,7 +99,8 @@ def suggestions(model: ModelIdentity) -> list[Suggestion]:
 
 
 def _suggestion_of(entry: Published, model: ModelIdentity) -> Suggestion:
-    measured_name, origin_names = normal(entry.model), ancestors([entry.model])
+    measured_name = normal(entry.model)
+    origin_names = ancestors([entry.model])
     if entry.dimensions != model.dimensions:
         return Suggestion(entry, "no", f"{entry.model} has {entry.dimensions}")
     if entry.family != model.family:

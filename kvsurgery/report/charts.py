@@ -157,8 +157,10 @@ def bars(
 
 
 def byte_axis(axis: Axis, base: int, most: int = 8) -> None:
-    """Label a logarithmic axis of bytes, after data and margins, at `most` powers of `base` or fewer; at even steps
-    where it is too short for two of them."""
+    """Label a logarithmic axis of bytes, after data and margins, at `most` powers of `base` or fewer.
+
+    Where it is too short for two of them, the labels are at even steps.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFormatter
 
     low, high = axis.get_view_interval()

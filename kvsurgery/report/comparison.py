@@ -1,5 +1,7 @@
-"""`Comparison`: the evaluations, benchmarks and sweeps of several folders, checked to be of one original and one set of
-samples."""
+"""`Comparison`: the evaluations, benchmarks and sweeps of several folders, which can be compared.
+
+They are of one original and one set of samples.
+"""
 
 from __future__ import annotations
 
@@ -213,13 +215,16 @@ def _differences(
     first_settings: Mapping[str, Any], second_settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
     """The names and values of settings that differ."""
-    first_values, second_values = (
-        dict(flat_settings({name: value for name, value in settings.items() if name not in SWEEP_SETTINGS}))
-        for settings in (first_settings, second_settings)
-    )
+    first_values = _values(first_settings)
+    second_values = _values(second_settings)
     for name in dict.fromkeys([*first_values, *second_values]):
         if first_values.get(name) != second_values.get(name):
             yield name, first_values.get(name, "not set"), second_values.get(name, "not set")
+
+
+def _values(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings by their dotted names, as text, without those that only a sweep has."""
+    return dict(flat_settings({name: value for name, value in settings.items() if name not in SWEEP_SETTINGS}))
 
 
 def _notices(entries: Sequence[Entry | SweepEntry]) -> Iterator[str]:

@@ -96,7 +96,8 @@ def curves(results: Results) -> tuple[Curve, ...]:
 
     What else a task was measured by makes a curve of its own.
     """
-    grid_tasks, seen_tasks = {grid.task.task for grid in grids(results)}, set()
+    grid_tasks = {grid.task.task for grid in grids(results)}
+    seen_tasks = set()
     benchmarks: dict[tuple[str, str | None], list[TaskResult]] = {}
     for task in results.tasks:
         if task.task not in grid_tasks:
@@ -132,8 +133,8 @@ def against_original(task: TaskResult) -> str:
         return "same"
     if finding == UNCLEAR:
         return f"{finding} [{_plain_change(difference.low, task)}, {_plain_change(difference.high, task)}]"
-    sizes = sorted((abs(difference.low), abs(difference.high)))
-    size, low, high = (_plain_change(value, task, "") for value in (abs(difference.mean), *sizes))
+    values = (abs(difference.mean), *sorted((abs(difference.low), abs(difference.high))))
+    size, low, high = (_plain_change(value, task, "") for value in values)
     unit = "" if task.metric == PERPLEXITY else " points"
     return f"{finding} by {size}{unit} [{low}, {high}]"
 

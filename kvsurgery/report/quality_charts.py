@@ -120,7 +120,8 @@ def _draw(quality: Quality, axes: Axes) -> None:
     for index, line in enumerate(quality.lines):
         # numbers of neighboring lines stand on different sides, so that they do not overlap
         number_style = NUMBER_SIDES[index % 2]
-        x_values, y_values = [place.kv_bytes for place in line.places], [factor * place.score for place in line.places]
+        x_values = [place.kv_bytes for place in line.places]
+        y_values = [factor * place.score for place in line.places]
         zorder = 2 if line.joined else 3  # a checkpoint may be a setting of the sweep, too
         axes.plot(
             x_values, y_values, ls="-" if line.joined else "", label=label(line.name), zorder=zorder, **look[line.name]

@@ -43,7 +43,8 @@ def _height(grid: DepthGrid) -> float:
 def _score_range(grid: DepthGrid) -> str:
     if not grid.scores:
         return "no scores"
-    low, high = (score(value, grid.task.metric) for value in (min(grid.scores.values()), max(grid.scores.values())))
+    low = score(min(grid.scores.values()), grid.task.metric)
+    high = score(max(grid.scores.values()), grid.task.metric)
     return f"scores from {low} to {high}"
 
 
@@ -53,7 +54,8 @@ def _draw_grid(grid: DepthGrid, axes: Axes) -> None:
 
     top = max([1.0, *grid.scores.values()])
     for (depth, length), value in grid.scores.items():
-        column, row = grid.tokens.index(length), grid.depths.index(depth)
+        column = grid.tokens.index(length)
+        row = grid.depths.index(depth)
         color = colormaps["viridis"](value / top)
         cell = Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=LIGHT["paper"], lw=0.8)
         axes.add_patch(cell)

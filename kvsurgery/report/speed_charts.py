@@ -73,7 +73,8 @@ def _panel(title: str, points: Points, look: Look, format_value: Callable[[float
     lengths = sorted({length for line in points.values() for length in line})
     if len(lengths) == 1:
         values = {name: value for name, line in points.items() for value in line.values()}
-        draw, height = partial(bars, values=values, look=look, text=format_value), 0.7 + 0.36 * len(values)
+        draw = partial(bars, values=values, look=look, text=format_value)
+        height = 0.7 + 0.36 * len(values)
         return Panel(title, f"{title}. {summary}.", draw, height)
     return Panel(title, f"{title} by length. {summary}.", partial(_draw, points, look, unit), height=3.2)
 

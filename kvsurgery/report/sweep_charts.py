@@ -17,7 +17,8 @@ MOST_LINES = 8
 
 def quality(sweep: Sweep) -> Chart:
     """A panel for each task and metric: a line for each series, and the original's score."""
-    names, numbers = titles(sweep.original), axis_of(sweep).replace("_", " ")
+    names = titles(sweep.original)
+    numbers = axis_of(sweep).replace("_", " ")
     panels = tuple(
         quality_panel(
             names[task.task, task.metric],
@@ -52,7 +53,8 @@ def series_of(sweep: Sweep) -> dict[str, list[Point]]:
 
 def lines_of(sweep: Sweep, task: TaskResult) -> list[Line]:
     """The series of a task that have scores."""
-    axis, front_points = axis_of(sweep), sweep.front(task.task, task.metric)
+    axis = axis_of(sweep)
+    front_points = sweep.front(task.task, task.metric)
     lines = []
     for name, points in series_of(sweep).items():
         valued_places = [

@@ -81,8 +81,13 @@ class Haystack:
         elif dataset := _dataset(source):
             texts, name = _dataset_texts(source, *dataset), source
         else:
-            texts, name = [_file_text(source)], os.path.basename(source)
-        special_tokens, read, count, unknown, total = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0, 0, 0
+            texts = [_file_text(source)]
+            name = os.path.basename(source)
+        special_tokens = special_ids(tokenizer)
+        read = [np.empty(0, dtype=np.int64)]
+        count = 0
+        unknown = 0
+        total = 0
         for text in texts:
             read.append(np.array(token_ids(tokenizer, text), dtype=np.int64))
             count += (~np.isin(read[-1], special_tokens)).sum()

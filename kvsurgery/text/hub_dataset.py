@@ -12,8 +12,10 @@ from kvsurgery.version import how_to_install
 
 
 def dataset_of(source: str) -> tuple[str, str | None] | None:
-    """Dataset and configuration that `owner/name` or `owner/name:configuration` stands for; None: it is neither. Some
-    datasets have no owner."""
+    """Dataset and configuration that `owner/name` or `owner/name:configuration` stands for; None: it is neither.
+
+    Some datasets have no owner.
+    """
     dataset, colon, config = source.partition(":")
     if not is_repo_id(dataset) or (colon and not re.fullmatch(r"[^/\\:]+", config)):
         return None

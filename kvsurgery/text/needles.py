@@ -178,8 +178,10 @@ def needle_place(text: np.ndarray, depth: float, tokenizer: PreTrainedTokenizerB
         tokenizer: what they are spelt by. A period ends a sentence, alone or in one token with other characters, where
             quotes and brackets that close are all that is left of its word.
     """
-    target, reach = depth * len(text), REACH * len(text)
-    low, high = max(1, int(target - reach)), min(len(text) - 1, int(target + reach) + 1)
+    target = depth * len(text)
+    reach = REACH * len(text)
+    low = max(1, int(target - reach))
+    high = min(len(text) - 1, int(target + reach) + 1)
     return min(_ends(text, low, high, tokenizer), key=lambda place: abs(place - target), default=round(target))
 
 

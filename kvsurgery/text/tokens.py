@@ -24,7 +24,8 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int] | np.ndarray, 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts before any text."""
-    period, ids = token_ids(tokenizer, "."), tokenizer(".")["input_ids"]
+    period = token_ids(tokenizer, ".")
+    ids = tokenizer(".")["input_ids"]
     return ids[: next(start for start in range(len(ids)) if ids[start : start + len(period)] == period)]
 
 

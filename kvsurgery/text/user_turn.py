@@ -29,7 +29,8 @@ def user_marker(folder: Path) -> tuple[int, ...]:
         assert isinstance(text, str)
     except Exception:  # a tokenizer or a template may raise anything; without it, questions are counted from the end
         return ()
-    before, between = text.partition(FIRST)[0], text.partition(REPLY)[2].partition(SECOND)[0]
+    before = text.partition(FIRST)[0]
+    between = text.partition(REPLY)[2].partition(SECOND)[0]
     common_pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before[::-1], between[::-1], strict=False))
     marker = "".join(letter for letter, _ in common_pairs)[::-1].rstrip()
     return tuple(tokenizer(marker, add_special_tokens=False)["input_ids"]) if marker else ()

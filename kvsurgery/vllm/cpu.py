@@ -62,8 +62,9 @@ class FullBackend(CPUAttentionBackend):
 
 @dataclass
 class Places:
-    """Slots of a cache group, the same in each of its layers: blocks [requests, 1, tokens], and each head's slots in
-    them [requests, heads, tokens]."""
+    """Slots of a cache group, the same in each of its layers.
+
+    They are blocks [requests, 1, tokens], and each head's slots in them [requests, heads, tokens]."""
 
     blocks: torch.Tensor
     slots: torch.Tensor
@@ -88,8 +89,9 @@ def rows_of(cache: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees: `sink` and `recent` tokens. Also the tokens of a block, the queries of a KV head and the
-    dtype of a bias."""
+    """Which keys a query sees: `sink` and `recent` tokens.
+
+    It also has the tokens of a block, the queries of a KV head and the dtype of a bias."""
 
     sink: int
     recent: int
@@ -210,8 +212,10 @@ class StreamingImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store new tokens, key and value [tokens, heads, head_dim], in a cache [blocks, heads, slots, 2 * head_dim],
-        and write their attention, query [tokens, query_heads, head_dim], to an output of that shape. A layer that
+        """Store new tokens in a cache, and write their attention to an output.
+
+        Key and value are [tokens, heads, head_dim], the cache [blocks, heads, slots, 2 * head_dim], query and output
+        [tokens, query_heads, head_dim]. A layer that
         shares the cache of an earlier one has no keys and values to store."""
         if attn_metadata is None:  # a step without requests, to measure memory
             return output

@@ -57,8 +57,9 @@ class Forecast:
 
 
 def forecast(config: Any) -> Forecast:
-    """The forecast for a converted config at the model's own maximum, over as many processes as its heads are laid out
-    for.
+    """The forecast for a converted config at the model's own maximum.
+
+    It is over as many processes as its heads are laid out for.
 
     Raises:
         ValueError: vLLM cannot serve it.

@@ -139,7 +139,8 @@ class Groups:
     @property
     def _limit(self) -> int:
         """The width of a block that all full heads of the model fit, and the other heads of each layer."""
-        full, streaming = self._widths("full", native=False), self._widths("streaming", native=False)
+        full = self._widths("full", native=False)
+        streaming = self._widths("streaming", native=False)
         return max(sum(full), *streaming, *self._widths("heads", native=True))
 
     @cached_property

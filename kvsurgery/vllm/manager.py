@@ -37,8 +37,9 @@ class SinkWindowManager(SlidingWindowManager):
         *args: Any,
         **options: Any,
     ) -> int:
-        """Blocks that a request takes from the pool. The stock count leaves out cached blocks before the window; the
-        sinks among them are taken too."""
+        """Blocks that a request takes from the pool.
+
+        The stock count leaves out cached blocks before the window; the sinks among them are taken too."""
         count = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **options
         )

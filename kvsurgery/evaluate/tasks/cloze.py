@@ -40,6 +40,7 @@ class ClozeTask:
     text: str | None = text_setting()
 
     def check(self) -> None:
+        """Check that the text can be read, and the numbers of passages and tokens."""
         check_text(self.text)
         if self.passages < 1:
             raise TextError(f"there must be 1 passage or more, got {self.passages}")
@@ -53,7 +54,8 @@ class ClozeTask:
             TextError: a number is out of range, or the text is unknown to the tokenizer, too short, or repeats no word.
         """
         self.check()
-        prefix, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
+        prefix = first_tokens(reader.tokenizer)
+        lengths = self.lengths or default_lengths(reader.max_context)
         _check_lengths(lengths, len(prefix))
         needed_tokens = tokens_needed(self.text, max(lengths) + SPARE_TOKENS)
         haystack = Haystack.read(self.text, reader.tokenizer, needed_tokens, reader.seed)
@@ -83,7 +85,8 @@ def _passage(reader: Reader, haystack: Haystack, max_length: int, window: int, n
     rng = np.random.default_rng([reader.seed, number])
     for _ in range(TRIES):
         piece = haystack.piece(rng, max_length + SPARE_TOKENS)
-        text, skipped_text = (text_of(reader.tokenizer, part) for part in (piece, piece[:max_length]))
+        text = text_of(reader.tokenizer, piece)
+        skipped_text = text_of(reader.tokenizer, piece[:max_length])
         for match in WORD.finditer(text, len(skipped_text)):
             tokens = token_ids(reader.tokenizer, text[: match.start() - 1])
             if len(tokens) < max_length:

@@ -58,7 +58,8 @@ class MMNIAHTask:
         """
         limit = fewest(limit, self.rows)
         assert reader.checkpoint is not None
-        processor, (images, files) = image_processor(reader.checkpoint, reader.trust_remote_code), self._files()
+        processor = image_processor(reader.checkpoint, reader.trust_remote_code)
+        images, files = self._files()
         for task, path in files.items():
             for number, place, row in numbered_rows(path, COLUMNS, limit, config=task, split="test"):
                 question = _Question.of(task, row, place)
@@ -105,10 +106,12 @@ class _Question:
         Raises:
             TextError: options or answer are of another layout.
         """
-        meta, answer = row.get("meta"), row.get("answer")
+        meta = row.get("meta")
+        answer = row.get("answer")
         if not isinstance(meta, dict):
             raise TextError(f'{place}: "meta" must be an object')
-        texts, images = (_texts(meta, name, place) for name in ("choices", "choices_image_path"))
+        texts = _texts(meta, "choices", place)
+        images = _texts(meta, "choices_image_path", place)
         if texts and images:
             raise TextError(f"{place}: options are texts or images, not both")
         if options := texts or [IMAGE_MARK] * len(images):
@@ -162,7 +165,8 @@ def _image_path(folder: Path, name: str, place: str) -> Path:
 
 def _facts(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Length and depth as the benchmark groups them; shorter documents are with those of 1,000 tokens."""
-    length, depth = row["meta"].get("context_length"), row["meta"].get("placed_depth")
+    length = row["meta"].get("context_length")
+    depth = row["meta"].get("placed_depth")
     depths = depth if isinstance(depth, list) else [depth]
     if not _is_number(length) or not depths or not all(_is_number(value) and 0 <= value <= 1 for value in depths):
         raise TextError(f'{place}: "context_length" must be a number, and "placed_depth" one or several from 0 to 1')

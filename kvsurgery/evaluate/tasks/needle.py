@@ -46,6 +46,7 @@ class NeedleTask:
     count: int | None = samples_setting(None, "every needle at every depth")
 
     def check(self) -> None:
+        """Check that the text can be read, and the set of needles."""
         check_text(self.text)
         if self.needles != AUTO:
             read_set(self.needles)

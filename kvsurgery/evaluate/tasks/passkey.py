@@ -62,6 +62,7 @@ class PasskeyTask:
     questions: int | None = samples_setting(None, 50)
 
     def check(self) -> None:
+        """Check that the text can be read, and the sizes and sentences of a prompt."""
         check_text(self.text)
         if not 1 <= self.count <= len(ORDINALS) or self.size < 2 or self.prompts < 1:
             raise TextError(
@@ -87,7 +88,8 @@ class PasskeyTask:
                 not hold the passkeys.
         """
         self.check()
-        lengths, words = self.lengths or default_lengths(reader.max_context), self._words(reader.tokenizer)
+        lengths = self.lengths or default_lengths(reader.max_context)
+        words = self._words(reader.tokenizer)
         needed_tokens = tokens_needed(self.text, max(lengths))
         haystack = Haystack.read(self.text, reader.tokenizer, needed_tokens, reader.seed)
         alphabet = _alphabet(reader, haystack)
@@ -125,7 +127,8 @@ class PasskeyTask:
                 f"{self.count} passkeys of {self.size} tokens take {-min(rooms)} tokens more than a prompt of "
                 f"{length} has; give longer `lengths`, or fewer or shorter passkeys"
             )
-        text, depths = haystack.piece(rng, max(rooms)), np.sort(rng.integers(0, min(rooms) + 1, self.count))
+        text = haystack.piece(rng, max(rooms))
+        depths = np.sort(rng.integers(0, min(rooms) + 1, self.count))
         for place, (key, question, room) in enumerate(zip(keys, questions, rooms, strict=True)):
             yield Sample(
                 task="passkey",

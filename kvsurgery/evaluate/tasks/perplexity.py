@@ -38,6 +38,7 @@ class PerplexityTask:
     text: str | None = text_setting()
 
     def check(self) -> None:
+        """Check that the text can be read, and the numbers of pieces and tokens."""
         check_text(self.text)
         if self.continuation < 1 or self.pieces < 1:
             raise TextError(
@@ -52,7 +53,8 @@ class PerplexityTask:
         Raises:
             TextError: a number is out of range, or the text is unknown to the tokenizer or too short.
         """
-        prefix, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
+        prefix = first_tokens(reader.tokenizer)
+        lengths = self.lengths or default_lengths(reader.max_context)
         self.check()
         self._check_lengths(lengths, len(prefix))
         max_length = max(lengths)

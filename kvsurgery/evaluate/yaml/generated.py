@@ -45,7 +45,8 @@ def passkeys(max_seq_lengths: Sequence[int] = (4096,), text: str | None = None, 
                 piece = haystack.piece(rng, length - around)
                 place = rng.integers(0, len(piece) + 1)
                 key = str(rng.integers(10_000, 100_000))
-                before, after = text_of(tokenizer, piece[:place]), text_of(tokenizer, piece[place:])
+                before = text_of(tokenizer, piece[:place])
+                after = text_of(tokenizer, piece[place:])
                 context = BEFORE + (before + HIDDEN.format(key=key) + after).strip()
                 yield {"context": context, "question": AFTER, "lead": LEAD, "answer": key}
 

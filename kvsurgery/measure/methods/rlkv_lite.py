@@ -111,7 +111,8 @@ class RLKVLite(GateMethod):
         if not is_read:
             least_tokens = max(least_tokens, *map(len, task_prompts(measured, self.samples or SAMPLES, self.seed)))
         answer_seconds = 0.0 if is_read else mesh.processes.agree(token_seconds(measured, TIMED_TOKENS))
-        seconds, lengths = step_seconds(measured, self.options(), mesh), Lengths(self.min_context, self.max_context)
+        seconds = step_seconds(measured, self.options(), mesh)
+        lengths = Lengths(self.min_context, self.max_context)
 
         def candidates():
             for shortest, longest in length_pairs(measured.max_context, lengths, least_tokens):

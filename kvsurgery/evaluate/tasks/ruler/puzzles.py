@@ -113,7 +113,8 @@ class Niah:
         Args:
             essay: words of a text, which is begun anew where it ends.
         """
-        keys, values = _DistinctValues(rng, self.key), _DistinctValues(rng, self.value)
+        keys = _DistinctValues(rng, self.key)
+        values = _DistinctValues(rng, self.value)
         values_by_key = {keys.draw(): [values.draw() for _ in range(self.values)] for _ in range(self.keys)}
         queried_keys = rng.sample([*values_by_key], self.queries)
         answers = tuple(value for key in queried_keys for value in values_by_key[key])
@@ -122,7 +123,8 @@ class Niah:
             NEEDLE.format(kind=kind, key=key, value=value) for key in values_by_key for value in values_by_key[key]
         ]
         rng.shuffle(needles)
-        depths, places = sorted(rng.sample(DEPTHS, len(needles))), sorted(rng.random() for _ in needles)
+        depths = sorted(rng.sample(DEPTHS, len(needles)))
+        places = sorted(rng.random() for _ in needles)
         other_needles: list[str] = []
 
         def context(units: int, fillers: int) -> str:
@@ -198,7 +200,8 @@ def common_words(rng: random.Random, length: int) -> Puzzle:
 
     # of these tokens, a list's item takes two at least
     count = length // 2 // rare_repeats
-    single_words, pairs = sorted(chain(*WORDS.values())), _DistinctValues(rng, "words")
+    single_words = sorted(chain(*WORDS.values()))
+    pairs = _DistinctValues(rng, "words")
     pool = (
         rng.sample(single_words, len(single_words))
         if count <= len(single_words)
@@ -229,7 +232,8 @@ def frequent_words(rng: random.Random, length: int) -> Puzzle:
     coded_words: dict[str, None] = {}
     while len(coded_words) < max(5, length // 50):
         coded_words["".join(rng.choices(string.ascii_lowercase, k=CODED_LETTERS))] = None
-    words, seed = ["...", *coded_words][: len(coded_words)], rng.random()
+    words = ["...", *coded_words][: len(coded_words)]
+    seed = rng.random()
 
     def write(count: int, fillers: int) -> str:
         # shares of 1 / rank ** 2, which all in all come to pi ** 2 / 6
