@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 from typing import Any, Literal
 
 from kvsurgery.errors import PolicyError
@@ -173,6 +175,8 @@ class Module(Table):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_known(self.defaults, [self.number or "", *self.when], "defaults")
+        _check_unique(self.model)
+        _check_unique(self.layer)
         _check_patterns(self.when, (*self.model, *self.layer))
 
 
@@ -237,8 +241,11 @@ class Patch(Table):
         _check_known(self.defaults, [*COMMON_KEYS, *self._config_keys()], "defaults")
         _check_known(self.permute, permutations(), "permute")
         _check_known(self.permute_if_present, permutations(), "permute_if_present")
-        with_heads = permuted((*self.permute, *self.permute_if_present))
-        tensors = [*with_heads, *self.copy.layer, *self.copy.model]
+        with_heads = chain(*(permutations()[name] for name in (*self.permute, *self.permute_if_present)))
+        in_layers = [*with_heads, *self.copy.layer]
+        _check_unique(in_layers)
+        _check_unique(self.copy.model)
+        tensors = [*in_layers, *self.copy.model]
         _check_known(self.instead, tensors, "instead")
         experts = self.experts or Experts()
         _check_patterns({**self.when, "experts": (*experts.tensors, *experts.dense)}, tensors)
@@ -285,7 +292,9 @@ def with_braces_expanded(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return {key: with_braces_expanded(item) for key, item in value.items()}
-    return [name for item in value for name in _alternatives(item)] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [name for item in value for name in (_alternatives(item) if isinstance(item, str) else [item])]
+    return value
 
 
 def _alternatives(name: str) -> list[str]:
@@ -293,9 +302,15 @@ def _alternatives(name: str) -> list[str]:
     choices, closing, end = rest.partition("}")
     if bool(opening) != bool(closing) or "}" in start or "{" in choices:
         raise PolicyError(f"{name!r} has a brace without its pair")
-    return (
-        [start + choice + tail for choice in choices.split(",") for tail in _alternatives(end)] if closing else [name]
-    )
+    if not opening:
+        return [name]
+    return [start + choice + tail for choice in choices.split(",") for tail in _alternatives(end)]
+
+
+def _check_unique(names: Collection[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise PolicyError(f"{name!r} is listed {count} times")
 
 
 def _check_patterns(patterns: Mapping[str, Iterable[str]], tensors: Collection[str]) -> None:

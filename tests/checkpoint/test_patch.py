@@ -39,6 +39,9 @@ def edited(folder: Path, name: str, before: str, after: str) -> None:
         ("qwen2", "use_sliding_window = false", "use_sliding_windw = false", "use_sliding_windw.*use_sliding_window"),
         ("qwen2", '["qkvo", "qkv_bias"]', '["qkvo", "qkv_bais"]', "qkv_bais.*did you mean 'qkv_bias'"),
         ("qwen2", '["qkvo", "qkv_bias"]', '"qkvo"', "permute.*list of strings"),
+        ("qwen2", '["qkvo", "qkv_bias"]', '["qkvo", "gated_qkvo"]', "self_attn.q_proj.weight' is listed 2 times"),
+        ("qwen2", "{gate,up,down}", "{gate,up,down,up}", "mlp.up_proj.weight' is listed 2 times"),
+        ("qwen2", "layer = [", "layer = [1, ", "layer.*list of strings"),
         ("qwen2", "permute = ", "permut = ", "permut.*did you mean 'permute'"),
         ("qwen2", "mlp.{gate,up,down}_proj", "mlp.{gate,up,down_proj", "gate,up,down_proj.weight' has a brace without"),
         ("qwen2", "mlp.{gate,up,down}_proj", "mlp.gate,up,down}_proj", "brace without its pair"),
@@ -94,6 +97,7 @@ def test_shapes_of_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: 
         ("[when]", "[whne]", "whne.*did you mean 'when'"),
         ("head.*", "haed.*", "haed"),
         ("layer_norm{1,2}", "layer_norm{1,2", "brace"),
+        ("layer_norm{1,2}", "layer_norm{1,1}", "layer_norm1.weight' is listed 2 times"),
     ],
 )
 def test_misspelled_in_a_tower(

@@ -164,8 +164,8 @@ def test_card_says_how_to_ask_about_vllm_and_freezes_no_forecast(decided, quanti
     policy = decide(profile, ModelLayers((None, None)), Recipe(**quantized))
     config = converted_config(Model.of(CONFIG), policy)
     served = model_card("org/base", config, profile, policy, CODE).split("## vLLM")[1].split("\n## ")[0]
-    assert "kvsurgery inspect DIR" in served
-    assert not re.search(r"\d (B|KiB|MiB|GiB)|vllm serve", served)
+    assert "`kvsurgery inspect DIR`" in served
+    assert not re.search(r"\d (B|KiB|MiB|GiB)\b|vllm serve DIR", served)
 
 
 @pytest.mark.parametrize("home", ["", "https://example.org/kvsurgery"])
