@@ -8,14 +8,14 @@ columns in blocks of group x head_dim. Where a query head has a gate, the gate's
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 from kvsurgery.checkpoint.family import TIED, Family
 from kvsurgery.checkpoint.headers import Tensor
-from kvsurgery.checkpoint.role import Role
+from kvsurgery.checkpoint.role import RANK, Role
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.checkpoint.tensor_rules import LM_HEAD
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
@@ -69,27 +69,36 @@ class Move:
 
 
 @dataclass(frozen=True)
-class SurgeryPlan:
+class Plan:
+    """Where the bytes of a checkpoint or of an adapter go, and why.
+
+    Attributes:
+        moves: by tensor name.
+        reason: what provenance says of the order of heads: `family`, `permutation`, `profile`, `policy`, `options`.
+    """
+
+    moves: Mapping[str, Move]
+    reason: Mapping[str, Any]
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """Tensors whose bytes change places."""
+        return tuple(name for name, move in self.moves.items() if not move.plain)
+
+
+@dataclass(frozen=True)
+class SurgeryPlan(Plan):
     """The byte moves that a policy needs in one checkpoint.
 
     Attributes:
         family: the model family.
         dimensions: attention dimensions.
         policy: decided the order of the heads.
-        profile: hash of the head profile, None without one.
-        moves: by tensor name.
     """
 
     family: str
     dimensions: ModelDimensions
     policy: Policy
-    profile: str | None
-    moves: Mapping[str, Move]
-
-    @property
-    def moved(self) -> tuple[str, ...]:
-        """Tensors whose bytes change places."""
-        return tuple(name for name, move in self.moves.items() if not move.plain)
 
 
 def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = None) -> SurgeryPlan:
@@ -103,11 +112,29 @@ def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = N
     family = Family.of(checkpoint.config)
     moves = plan_moves(checkpoint, family, policy.orders)
     check_complete(checkpoint.name, family, checkpoint.config, moves)
-    return SurgeryPlan(family.name, family.dimensions(checkpoint.config), policy, profile, moves)
+    reason = {
+        "family": family.name,
+        "permutation": policy.orders,
+        "profile": profile,
+        "policy": policy.hash,
+        "options": policy.options,
+    }
+    return SurgeryPlan(moves, reason, family.name, family.dimensions(checkpoint.config), policy)
 
 
-def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence[int]]) -> dict[str, Move]:
+def plan_moves(
+    checkpoint: Checkpoint,
+    family: Family,
+    orders: Sequence[Sequence[int]],
+    role_of: Callable[[Family, str], Role] = Family.role,
+) -> dict[str, Move]:
     """The move of every tensor if the KV heads of layer l are put into the order `orders[l]`.
+
+    Args:
+        checkpoint: whose tensors move.
+        family: of its model.
+        orders: by layer, the source's KV head at each place.
+        role_of: the role of a tensor, by the family and its name.
 
     Raises:
         UnsupportedModel, CheckpointError, PolicyError: as `plan_surgery`.
@@ -119,7 +146,7 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
     moves: dict[str, Move] = {}
     parts: set[tuple[int | None, str]] = set()
     for tensor in checkpoint.tensors:
-        role = family.role(tensor.name)
+        role = role_of(family, tensor.name)
         beyond_last = family.is_beyond(role.layer, checkpoint.config)
         if (role.layer, role.part) in parts:
             raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
@@ -178,6 +205,8 @@ def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int
         "query_heads": model.query_heads,
         "gated_queries": 2 * model.query_heads * model.head_dim,
     }
+    if RANK in role.shape and len(tensor.shape) == len(role.shape):
+        lengths[RANK] = tensor.shape[role.shape.index(RANK)]
     expected_shape = tuple(
         lengths.get(symbol) or sum(_heads(letter, model) for letter in symbol) * model.head_dim for symbol in role.shape
     )

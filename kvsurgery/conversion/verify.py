@@ -53,7 +53,7 @@ def verify(
     jobs: int = JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Check a converted checkpoint against its provenance, and against its source if that is given.
+    """Check a converted checkpoint or adapter against its provenance, and against its source if that is given.
 
     Files come before weights, and headers before tensors, so that most damage is found early.
 
@@ -71,8 +71,9 @@ def verify(
     recorded_names = {PROVENANCE, *recorded_files, *provenance.headers}
     unrecorded = tuple(name for name in walk(folder) if name not in recorded_names and not name.startswith("."))
     converted = open_converted(folder)
-    _check_complete(converted)
-    original = None if source is None else Checkpoint.open(source)
+    if converted.config_file == CONFIG:
+        _check_complete(converted)
+    original = None if source is None else converted.open_original(source)
     if original is not None:
         if (original.folder / PROVENANCE).exists():
             raise CheckpointError(f"{source} is a converted checkpoint; give the original that {folder} was made of")
