@@ -69,7 +69,7 @@ def measure(prepared: PreparedConversion, task: ModuleType, questions: Any) -> t
     """Convert and load; returns exact-match recall and the bytes of the cache of one prompt and its answer."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "tiny-recall-budgets"  # one name: transformers imports the emitted code once
-        convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+        convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto").eval()
     prompt = questions.tokens[:1]
     output = model.generate(

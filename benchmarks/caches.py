@@ -13,7 +13,7 @@ from filling import append
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
@@ -88,12 +88,12 @@ def contenders(
 def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model after conversion with every head full."""
     config = read_config(source)
-    model = Family.of(config).dimensions(config)
+    model = Model.of(config).dimensions
     scores = np.ones((model.layers, model.kv_heads), dtype=np.float32)
     prepared = PreparedConversion.prepare(
         source, HeadProfile(scores, "ablation", "kv", str(source), model), Recipe(sparsity=0.0)
     )
-    convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+    convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
 
 

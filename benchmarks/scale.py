@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.display import console, figure
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
@@ -92,7 +93,7 @@ def layout_of(policy: Policy, model: ModelDimensions) -> Any:
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim,
     }
-    return KVLayout.from_config(converted_config(config, policy))
+    return KVLayout.from_config(converted_config(Model.of(config), policy))
 
 
 def balance(parts: list[Any], tokens: int) -> dict[str, float]:

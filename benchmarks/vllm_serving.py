@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
@@ -78,7 +78,7 @@ def block_bytes(config: dict[str, Any]) -> int:
     """Bytes of a block of vLLM's pool for a config, converted or not."""
     if "kv_surgery" in config:
         return Groups(KVLayout.from_config(config)).block_bytes(BLOCK, ITEMSIZE)
-    model = Family.of(config).dimensions(config)
+    model = Model.of(config).dimensions
     return model.layers * model.kv_heads * BLOCK * 2 * model.head_dim * ITEMSIZE
 
 
@@ -177,7 +177,7 @@ def engines(folders: dict[str, Path], load: Load) -> Generator[dict[str, Connect
 def conversions(source: Path, out: Path, shares: list[float], options: argparse.Namespace) -> dict[str, Path]:
     """The original's folder, and folders of conversions with these shares of heads full."""
     config = read_config(source)
-    model = Family.of(config).dimensions(config)
+    model = Model.of(config).dimensions
     if options.profile:
         profile = HeadProfile.load(options.profile)
     else:  # which heads are full does not change how much is stored
@@ -188,7 +188,7 @@ def conversions(source: Path, out: Path, shares: list[float], options: argparse.
         folder = out / f"{share}"
         recipe = Recipe(sparsity=1 - share, sink=options.sink, recent=options.recent)
         prepared = PreparedConversion.prepare(source, profile, recipe)
-        convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+        convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)
         folders[f"{share:.0%} full"] = folder
     return folders
 

@@ -49,6 +49,5 @@ def convert(
         profile = load_scores(profile)
     request = Request.of(source, revision, recipe, [] if profile is None else [profile])
     prepared = request.prepare(Path(out))
-    return write(
-        prepared.checkpoint, prepared.plan, out, prepared.files, overwrite=overwrite, jobs=jobs, progress=progress
-    )
+    files = prepared.emitted.files
+    return write(prepared.checkpoint, prepared.plan, out, files, overwrite=overwrite, jobs=jobs, progress=progress)

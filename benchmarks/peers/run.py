@@ -68,7 +68,7 @@ def make(contender: Contender, profile: HeadProfile, folder: Path) -> None:
     options = dict(contender.options)
     bits = options.pop("bits", None)
     prepared = PreparedConversion.prepare(HERE / "model", profile, Recipe(kv_bits=bits, **options))
-    convert(prepared.checkpoint, prepared.plan, place(folder, contender), prepared.files)
+    convert(prepared.checkpoint, prepared.plan, place(folder, contender), prepared.emitted.files)
 
 
 def questions(task: ModuleType, seed: int, count: int, prompt: int) -> torch.Tensor:

@@ -38,4 +38,4 @@ def converted(source: Path, profile: HeadProfile, recipe: Recipe, device: str = 
 def convert_into(folder: Path, source: Path, profile: HeadProfile, recipe: Recipe) -> None:
     """Convert a checkpoint into a new folder."""
     prepared = PreparedConversion.prepare(source, profile, recipe)
-    convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+    convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)

@@ -15,7 +15,7 @@ from kvsurgery.bench.caches import WIDTHS, stored_bytes, unusable
 from kvsurgery.bench.memory import free_bytes
 from kvsurgery.checkpoint.dtype import stored_dtype
 from kvsurgery.checkpoint.experts import expert_share
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config, read_weights
 from kvsurgery.display import console
 from kvsurgery.errors import CheckpointError, KVSurgeryError
@@ -94,10 +94,7 @@ def load_models(
     config, is_distributed = read_config(folder), processes.world > 1
     weights = [_stored_bytes(folder)]
     if source is not None:
-        shapes = [
-            Family.of(model_config).dimensions(model_config)
-            for model_config in (_stock_config(config), read_config(source))
-        ]
+        shapes = [Model.of(model_config).dimensions for model_config in (_stock_config(config), read_config(source))]
         if shapes[0] != shapes[1]:
             raise CheckpointError(f"{source} is not what {folder} was made of: {shapes[1]}, not {shapes[0]}")
         weights.append(_stored_bytes(source))

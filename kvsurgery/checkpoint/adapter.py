@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.family import LAYER, Family
 from kvsurgery.checkpoint.files import check_link
 from kvsurgery.checkpoint.headers import read_shard
 from kvsurgery.checkpoint.provenance import PROVENANCE
 from kvsurgery.checkpoint.role import RANK, Role
 from kvsurgery.checkpoint.side_files import survey
 from kvsurgery.checkpoint.source import ADAPTER_CONFIG, CONFIG, Checkpoint, read_json
-from kvsurgery.checkpoint.tensor_rules import LAYER
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.system.repo_id import cached_origin, did_you_mean
 

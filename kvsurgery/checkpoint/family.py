@@ -1,14 +1,15 @@
 """`Family`: one model family, read from its file in `patches/`.
 
 A patch says what the family's config assumes for keys left out, which layers have a sliding window of their own, which
-config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
-letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
-`["qkv", "hidden"]` all heads one after the other; `query_heads` is one number for each query head, and `gated_queries`
-each query head's rows and as many of its gate. `*` in a name stands for a number, `**` for anything.
+config traits surgery does not cover, and the role of every tensor. `permute` names sets of tensors with heads, which
+`shared/permutations.toml` lists with their shapes, spelt with the letters of the heads along them: `["q", "hidden"]`
+has the query heads as rows, `["hidden", "q"]` as columns, and `["qkv", "hidden"]` all heads one after the other;
+`query_heads` is one number for each query head, and `gated_queries` each query head's rows and as many of its gate.
+`*` in a name stands for a number, `**` for anything, and `a.{x,y}` for the two names `a.x` and `a.y`.
 
 Every tensor that a patch lists must be in a checkpoint, each layer has those of layers, and as many for a `*` as the
 config key in `[numbers]` says. Exceptions are `lm_head.weight` where embeddings are tied, names with `**`, those of
-`unread` in `[copy]`, and those of `[permute_if_present]`, unless `[when]` lists them: by config key, patterns of the
+`unread` in `[copy]`, and those of `permute_if_present`, unless `[when]` lists them: by config key, patterns of the
 tensors that a model has if the key's value is true. `[experts]` says which layers have experts, and which tensors only
 layers with and without them have. `[instead]` has what may be there in place of a tensor.
 
@@ -28,21 +29,34 @@ in `modules/` list the tensors of its towers and projectors.
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvsurgery.checkpoint.patch import Modeling, Module, Patch, Table
-from kvsurgery.checkpoint.tensor_rules import LM_HEAD, TensorRules, missing_beside
+from kvsurgery.checkpoint.patch import (
+    CHUNKED_ATTENTION,
+    Copied,
+    Experts,
+    FullAttention,
+    Modeling,
+    Module,
+    Patch,
+    Table,
+    Windows,
+    permuted,
+    with_braces_expanded,
+)
+from kvsurgery.checkpoint.role import Role
 from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.system.resources import PATCHES
 from kvsurgery.system.typed_toml import read_table
-from kvsurgery.templates.kv_layout import text_config
+from kvsurgery.templates.kv_layout import LINEAR
 
-TIED = "tie_word_embeddings"
+LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
 MODULES = PATCHES / "modules"
 QUOTE = "'"  # for the backticks of settings, which the command line shows as options
 
@@ -50,19 +64,51 @@ Kind = TypeVar("Kind", bound=Table)
 
 
 @dataclass(frozen=True)
-class Family(TensorRules):
-    """One model family; `classes` are the model class of each auto class, the one with an output layer last.
+class Family:
+    """One model family.
 
-    `text` are the families that its text model may be of, where it has one inside, and `outer_defaults` those of
-    the config around it; `beside` it, under these prefixes, are towers and projectors. Where attention is
-    `replicated`, every process of tensor parallelism has all heads. `no_reform` says why REFORM cannot read long
-    prompts, where it cannot, and `no_measure` why heads cannot be measured. With `rope_by_type`, scaled RoPE is not
-    that of sliding layers; with `rope_parameters_only`, no transformers 4 reads it.
+    Attributes:
+        name: the `model_type` of its config.
+        classes: the model class of each auto class, the one with an output layer last.
+        modeling: what the emitted code says of it.
+        refusals: by config key, why surgery does not cover it.
+        defaults: of its config class, for keys that a config leaves out.
+        window: the table `[windows]` of its file, which says what layers without full attention have.
+        full_attention: the table `[full_attention]`, None where all layers have heads of one number and size.
+        sharing: the config key that counts the layers without a KV cache of their own.
+        permute: shapes of tensors with heads; those of `optional` only some checkpoints have.
+        copied: tensors that are copied.
+        when: by config key, patterns of the tensors that a model has only if its value is true.
+        experts: which layers have experts, None where that does not decide which tensors they have.
+        instead: by tensor, those that a checkpoint may have in its place, `*` for each expert.
+        numbers: by the beginning of a name with `*`, the config key of their number.
+        prefixes: these may come before the names, the longest first.
+        text: the families that its text model may be of, where it has one inside.
+        outer_defaults: as `defaults`, of the config around that of the text model.
+        beside: by prefix, the towers and projectors beside the text model.
+        replicated: whether every process of tensor parallelism has all heads.
+        no_reform: why REFORM cannot read long prompts, where it cannot.
+        no_measure: why heads cannot be measured, where they cannot.
+        rope_by_type: whether scaled RoPE is not that of sliding layers.
+        rope_parameters_only: whether no transformers 4 reads it.
     """
 
+    name: str
     classes: Mapping[str, str]
     modeling: Modeling
     refusals: Mapping[str, str | Mapping[str, str]]
+    defaults: Mapping[str, Any]
+    window: Windows | None
+    full_attention: FullAttention | None
+    sharing: str | None
+    permute: Mapping[str, tuple[str, ...]]
+    optional: Mapping[str, tuple[str, ...]]
+    copied: Copied
+    when: Mapping[str, tuple[str, ...]]
+    experts: Experts | None
+    instead: Mapping[str, tuple[str, ...]]
+    numbers: Mapping[str, str]
+    prefixes: tuple[str, ...]
     text: tuple[str, ...]
     outer_defaults: Mapping[str, Any]
     beside: Mapping[str, Mapping[str, str]]
@@ -72,84 +118,42 @@ class Family(TensorRules):
     rope_by_type: bool
     rope_parameters_only: bool
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Family:
-        """The family of a stock config.
-
-        Raises:
-            UnsupportedModel: no patch for this `model_type`, an already converted model, or a trait that surgery
-                does not cover, such as quantized weights.
-        """
-        name = config.get("model_type")
-        if name not in supported():
-            raise UnsupportedModel(f"model_type {name!r} {_unsupported(text_config(config))}")
-        if "kv_surgery" in config:
-            raise UnsupportedModel("this checkpoint is already converted; give the original, or `kvsurgery revert` it")
-        family = load_family(name)
-        architectures = config.get("architectures") or list(family.classes.values())
-        if not isinstance(architectures, list) or any(name not in family.classes.values() for name in architectures):
-            raise UnsupportedModel(
-                f"architectures {architectures} is not supported; a {name} checkpoint must be one of "
-                f"{', '.join(dict.fromkeys(family.classes.values()))}"
-            )
-        family._refuse(config)
-        return family._with_text(text_config(config)) if family.text else family
-
     @property
     def module(self) -> str:
         """Name of the emitted modeling module."""
         return f"modeling_kvsurgery_{self.name}"
 
-    def is_tied(self, config: Mapping[str, Any]) -> bool:
-        """Whether the stock class makes the output layer of the embedding where none is stored."""
-        tied = self._value(text_config(config), TIED)
-        if not self.text:
-            return bool(tied)
-        # transformers 5 reads the config around that of the text model, transformers 4 the latter
-        return bool(config.get(TIED, self.outer_defaults.get(TIED)) or (tied and self.modeling.oldest is None))
+    @property
+    def has_linear_layers(self) -> bool:
+        """Whether the layers without full attention have linear attention."""
+        return self.window is not None and self.window.kind == LINEAR
 
-    def has_output(self, config: Mapping[str, Any]) -> bool:
-        """Whether the stock class has an output layer of its own, not the embedding and not none."""
-        model, *_, generator = self.classes.values()
-        [architecture, *_] = config.get("architectures") or [generator]
-        return (architecture != model or model == generator) and not self.is_tied(config)
+    @property
+    def has_chunked_layers(self) -> bool:
+        """Whether the layers without full attention have chunked attention."""
+        return self.window is not None and self.window.kind == CHUNKED_ATTENTION
 
-    def missing(self, config: Mapping[str, Any], tensors: Iterable[str]) -> Iterator[str]:
-        """Names of the tensors that the stock class would initialize at random.
-
-        Args:
-            config: config.json.
-            tensors: names of those that are there.
+    def role(self, tensor: str) -> Role:
+        """The role of a tensor.
 
         Raises:
-            UnsupportedModel: a tensor is unknown, or a number in the config is no sensible one.
+            UnsupportedModel: the family has no tensor of this name.
         """
-        roles = {tensor: self.role(tensor) for tensor in tensors}
-        parts = {(role.layer, role.part) for role in roles.values()}
-        prefix = next((name.partition("layers.")[0] for name, role in roles.items() if role.layer is not None), "")
-        outer_prefix = next(filter(prefix.startswith, ("language_model.", "model.")), "")
-        for part in self.missing_text(config, parts, self.has_output(config)):
-            own_prefix = outer_prefix.removeprefix("model.") if part == LM_HEAD else prefix
-            yield own_prefix + part
-        for start, section, kind in self._modules(config):
-            module = load_module(kind)
-            if module is not None:
-                names = {part.removeprefix(start) for layer, part in parts if layer is None and part.startswith(start)}
-                absent = missing_beside(module, section, names)
-                yield from (f"{outer_prefix.removeprefix('language_model.')}{start}{name}" for name in absent)
+        name = next((tensor.removeprefix(prefix) for prefix in self.prefixes if tensor.startswith(prefix)), tensor)
+        match = LAYER.fullmatch(name)
+        if match:
+            layer, part = int(match[1]), match[2]
+            for shapes in (self.permute, self.optional):
+                if part in shapes:
+                    return Role(layer, part, shapes[part])
+            if self._copied_in_layer.fullmatch(part):
+                return Role(layer, part)
+        elif self._copied_in_model.fullmatch(name):
+            return Role(None, name)
+        raise UnsupportedModel(f"tensor {tensor!r} is not known in family {self.name}; conversion would be a guess")
 
-    def unknown_modules(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """By prefix, the types of towers and projectors whose missing tensors `missing` cannot name."""
-        return {start: kind for start, _, kind in self._modules(config) if load_module(kind) is None}
-
-    def _modules(self, config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-        """The prefix, config and type of each tower and projector."""
-        for start, place in self.beside.items():
-            section = config.get(place["section"]) if "section" in place else config
-            if isinstance(section, Mapping):
-                yield start, section, place.get("module") or str(section.get("model_type", place["default"]))
-
-    def _refuse(self, config: Mapping[str, Any]) -> None:
+    def refuse(self, config: Mapping[str, Any]) -> None:
+        """Raise UnsupportedModel where a config has a trait that surgery does not cover."""
         if not config.get("is_causal", True):
             raise UnsupportedModel(f"config.json has is_causal {config['is_causal']!r}: {_NOT_CAUSAL}")
         for key, reason in self.refusals.items():
@@ -159,7 +163,7 @@ class Family(TensorRules):
             if value and reason:
                 raise UnsupportedModel(f"config.json has {key}: {reason}")
 
-    def _with_text(self, config: Mapping[str, Any]) -> Family:
+    def with_text(self, config: Mapping[str, Any]) -> Family:
         """This family with all that is known of the heads of its text model, which has this config."""
         name = config.get("model_type")
         if name not in self.text:
@@ -167,7 +171,7 @@ class Family(TensorRules):
                 f"the text model of a {self.name} must be one of {', '.join(self.text)}; text_config is of {name!r}"
             )
         text = load_family(name)
-        text._refuse(config)
+        text.refuse(config)
         return replace(
             text,
             name=self.name,
@@ -180,18 +184,20 @@ class Family(TensorRules):
             beside=self.beside,
         )
 
+    @cached_property
+    def _copied_in_layer(self) -> re.Pattern[str]:
+        parts = (name for names in self.instead.values() for name in names)
+        return _any_of((*self.copied.layer, *self.copied.unread, *parts))
+
+    @cached_property
+    def _copied_in_model(self) -> re.Pattern[str]:
+        return _any_of(self.copied.model)
+
 
 @cache
 def supported() -> tuple[str, ...]:
     """The supported values of `model_type`."""
     return tuple(sorted(path.stem for path in PATCHES.glob("*.toml")))
-
-
-def _unsupported(config: Mapping[str, Any]) -> str:
-    """Why there is no patch, after the name of a family; `config` is that of the text model."""
-    if config.get("kv_lora_rank"):
-        return "caches one latent for all heads (MLA), so no KV head can keep less than another"
-    return f"is not supported; supported: {', '.join(supported())}"
 
 
 @cache
@@ -207,8 +213,8 @@ def load_family(name: str) -> Family:
         refusals={**_ALWAYS_REFUSED, **patch.refuse},
         window=patch.windows,
         full_attention=patch.full_attention,
-        permute=patch.permute,
-        optional=patch.permute_if_present,
+        permute=permuted(patch.permute),
+        optional=permuted(patch.permute_if_present),
         copied=patch.copy,
         when=patch.when,
         experts=patch.experts,
@@ -234,9 +240,14 @@ def load_module(name: str) -> Module | None:
     return _read(Module, known[name]) if name in known else None
 
 
+def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    patterns = (re.escape(name).replace(r"\*\*", ".+").replace(r"\*", "(?:0|[1-9][0-9]{0,6})") for name in names)
+    return re.compile("|".join(patterns))
+
+
 def _read(kind: type[Kind], path: Path) -> Kind:
     try:
-        return read_table(kind, tomllib.loads(path.read_text(encoding="utf-8")))
+        return read_table(kind, with_braces_expanded(tomllib.loads(path.read_text(encoding="utf-8"))))
     except (PolicyError, tomllib.TOMLDecodeError) as error:
         raise UnsupportedModel(f"{path}: {str(error).replace('`', QUOTE)}") from error
 

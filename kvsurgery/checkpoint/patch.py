@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Literal
 
 from kvsurgery.errors import PolicyError
+from kvsurgery.system.resources import PATCHES
 from kvsurgery.system.typed_toml import check_types
 
 AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")
+# what `layer_types` of a config calls the attention of layers, besides LINEAR
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+CHUNKED_ATTENTION = "chunked_attention"
 SHAPE_SYMBOL = re.compile("hidden|query_heads|gated_queries|[qkv]+")
+PERMUTATIONS = PATCHES / "shared" / "permutations.toml"
 # config keys that are read by these names in every family, and may have a default
 COMMON_KEYS = (
     "head_dim",
@@ -211,8 +219,8 @@ class Patch(Table):
     reform: Refused | None = None
     measure: Refused | None = None
     parallel: Parallel | None = None
-    permute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    permute_if_present: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    permute: tuple[str, ...] = ()
+    permute_if_present: tuple[str, ...] = ()
     when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     experts: Experts | None = None
     instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -225,11 +233,10 @@ class Patch(Table):
         _check_known(self.classes, AUTO_CLASSES, "classes")
         _check_known(self.modeling.weights, self.classes.values(), "modeling.weights")
         _check_known(self.defaults, [*COMMON_KEYS, *self._config_keys()], "defaults")
-        for part, shape in {**self.permute, **self.permute_if_present}.items():
-            moved_axes = [symbol for symbol in shape if symbol != "hidden"]
-            if len(moved_axes) != 1 or not all(map(SHAPE_SYMBOL.fullmatch, shape)):
-                raise PolicyError(f"the shape of {part!r} has no axis of heads, or several: {[*shape]}")
-        tensors = [*self.permute, *self.permute_if_present, *self.copy.layer, *self.copy.model]
+        _check_known(self.permute, permutations(), "permute")
+        _check_known(self.permute_if_present, permutations(), "permute_if_present")
+        with_heads = permuted((*self.permute, *self.permute_if_present))
+        tensors = [*with_heads, *self.copy.layer, *self.copy.model]
         _check_known(self.instead, tensors, "instead")
         experts = self.experts or Experts()
         _check_patterns({**self.when, "experts": (*experts.tensors, *experts.dense)}, tensors)
@@ -248,6 +255,43 @@ class Patch(Table):
         yield from (value for value in vars(experts).values() if isinstance(value, str))
         yield from (self.sharing.layers if self.sharing else "", self.copy.layers_beyond or "", *self.when)
         yield from (key.partition(" ")[0] for key in self.numbers.values())
+
+
+@cache
+def permutations() -> dict[str, dict[str, tuple[str, ...]]]:
+    """The shapes of tensors with heads, by the names that patches give to sets of them."""
+    tables = tomllib.loads(PERMUTATIONS.read_text(encoding="utf-8"))
+    for part, shape in (item for table in tables.values() for item in table.items()):
+        moved_axes = [symbol for symbol in shape if symbol != "hidden"]
+        if len(moved_axes) != 1 or not all(map(SHAPE_SYMBOL.fullmatch, shape)):
+            raise PolicyError(f"{PERMUTATIONS}: the shape of {part!r} has no axis of heads, or several: {shape}")
+    return {name: {part: tuple(shape) for part, shape in table.items()} for name, table in tables.items()}
+
+
+def permuted(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The shapes of the tensors in several sets of `permutations`."""
+    return {part: shape for name in names for part, shape in permutations()[name].items()}
+
+
+def with_braces_expanded(value: Any) -> Any:
+    """A value of TOML whose lists have `a.x` and `a.y` for `"a.{x,y}"`.
+
+    Raises:
+        PolicyError: a brace without its pair.
+    """
+    if isinstance(value, dict):
+        return {key: with_braces_expanded(item) for key, item in value.items()}
+    return [name for item in value for name in _alternatives(item)] if isinstance(value, list) else value
+
+
+def _alternatives(name: str) -> list[str]:
+    start, opening, rest = name.partition("{")
+    choices, closing, end = rest.partition("}")
+    if bool(opening) != bool(closing) or "}" in start or "{" in choices:
+        raise PolicyError(f"{name!r} has a brace without its pair")
+    return (
+        [start + choice + tail for choice in choices.split(",") for tail in _alternatives(end)] if closing else [name]
+    )
 
 
 def _check_patterns(patterns: Mapping[str, Iterable[str]], tensors: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from kvsurgery.checkpoint.files import FileState, check_link, check_regular, reading, source_changed
 from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard
 from kvsurgery.checkpoint.journal import check_finished
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.side_files import survey
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.system.repo_id import GGUF, cached_origin, did_you_mean
@@ -87,6 +88,15 @@ class Checkpoint:
         for name in sorted(states.keys() | self.states.keys()):
             if states.get(name) != self.states.get(name):
                 raise source_changed(self.folder / name)
+
+    @cached_property
+    def model(self) -> Model:
+        """Its family and config, read once.
+
+        Raises:
+            UnsupportedModel: surgery does not cover it.
+        """
+        return Model.of(self.config)
 
     @property
     def tensors(self) -> Iterator[Tensor]:

@@ -226,7 +226,7 @@ def convert(
     write_recipe(prepared.policy.recipe, save_recipe)
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}")
-    auto = auto_class(json.loads(prepared.files["config.json"]))
+    auto = auto_class(prepared.emitted.config)
     load_call = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
     console.stderr.print(f"Load it with: {load_call}")
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
@@ -272,7 +272,7 @@ def _convert(
                 prepared.checkpoint,
                 prepared.plan,
                 out,
-                prepared.files,
+                prepared.emitted.files,
                 overwrite=overwrite,
                 jobs=jobs,
                 progress=advance,

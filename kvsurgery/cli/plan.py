@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.display import console
 from kvsurgery.emit.cache_description import describe_bits, describe_hold
@@ -25,8 +23,8 @@ from kvsurgery.vllm.forecast import serving_limits
 
 def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dict[str, Any]:
     """The plan as plain data."""
-    checkpoint, policy, plan, files = prepared.checkpoint, prepared.policy, prepared.plan, prepared.files
-    config, family = json.loads(files["config.json"]), Family.of(checkpoint.config)
+    checkpoint, policy, plan = prepared.checkpoint, prepared.policy, prepared.plan
+    config, replicated = prepared.emitted.config, checkpoint.model.family.replicated
     moved_tensors = set(plan.moved)
     return {
         "source": checkpoint.name,
@@ -62,9 +60,9 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
         ],
         "tensors": {"moved": len(moved_tensors), "copied": len(plan.moves) - len(moved_tensors)},
         **({"fit": fit_facts(prepared.fit)} if prepared.fit else {}),
-        "replicated": family.replicated,
-        "ranks": rank_table(config, family.replicated),
-        "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
+        "replicated": replicated,
+        "ranks": rank_table(config, replicated),
+        "bytes_to_write": checkpoint.size + sum(map(len, prepared.emitted.files.values())),
         "kv_dtype": loaded_dtype(config),
         "kv_bytes": kv_table(config),
         "vllm_limits": list(serving_limits(config)),

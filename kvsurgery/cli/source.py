@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,11 +47,9 @@ def source_folder(source: str, converted: Path) -> Path:
 
 def warn_about_towers(prepared: PreparedConversion) -> None:
     """Print which parts of a checkpoint are converted without a check for missing tensors."""
-    from kvsurgery.checkpoint.family import Family
     from kvsurgery.display import console
 
-    config = prepared.checkpoint.config
-    for prefix, kind in Family.of(config).unknown_modules(config).items():
+    for prefix, kind in prepared.checkpoint.model.unknown_modules.items():
         console.stderr.print(
             f"the tensors of {prefix.rstrip('.')}, {short(kind)}, are copied without a check that none is missing, as "
             "this type is not known; transformers names those that it misses when it loads the checkpoint"
@@ -64,7 +61,7 @@ def warn_about_serving(prepared: PreparedConversion) -> None:
     from kvsurgery.display import console
     from kvsurgery.vllm.forecast import serving_limits
 
-    for line in serving_limits(json.loads(prepared.files["config.json"])):
+    for line in serving_limits(prepared.emitted.config):
         console.stderr.print(in_flags(line))
 
 

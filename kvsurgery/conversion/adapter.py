@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from kvsurgery.checkpoint.adapter import BASE_CONFIG, adapter_role, open_adapter, read_adapter_config
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import ADAPTER_CONFIG, CONFIG
 from kvsurgery.conversion.convert import ConvertReport, convert
 from kvsurgery.conversion.converted import read_provenance
@@ -35,8 +34,8 @@ def convert_adapter(
     """
     provenance = read_provenance(converted)
     config = json.loads(provenance.originals[CONFIG])
-    checkpoint, family = open_adapter(adapter, config), Family.of(config)
-    moves = plan_moves(checkpoint, family, provenance.permutation, adapter_role)
+    checkpoint = open_adapter(adapter, config)
+    moves = plan_moves(checkpoint.tensors, checkpoint.model, provenance.permutation, adapter_role)
     reason = {
         "family": provenance.family,
         "permutation": provenance.permutation,

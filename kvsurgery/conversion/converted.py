@@ -11,6 +11,7 @@ from kvsurgery.checkpoint.adapter import ADAPTER_WEIGHTS, BASE_CONFIG, adapter_r
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.fingerprint import SAMPLED_BYTES, fingerprint
 from kvsurgery.checkpoint.headers import Read, Shard, Tensor, changed_headers, read_shard
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.model_code import saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import ADAPTER_CONFIG, CONFIG, Checkpoint, read_config, read_weights
@@ -22,13 +23,14 @@ SAVED_AGAIN = "a checkpoint that save_pretrained wrote again can be neither veri
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted checkpoint or adapter: its provenance, its shards, and the moves that made it.
+    """A converted checkpoint or adapter: its provenance, its original's model, its shards, and the moves that made it.
 
     `config_file` is the name of the file that makes the folder load.
     """
 
     folder: Path
     provenance: Provenance
+    model: Model
     shards: tuple[Shard, ...]
     moves: Mapping[str, Move]
     config_file: str = CONFIG
@@ -46,7 +48,7 @@ class Converted:
         """
         if self.config_file == CONFIG:
             return Checkpoint.open(folder)
-        return open_adapter(Path(folder), self.provenance.options[BASE_CONFIG])
+        return open_adapter(Path(folder), self.model.config)
 
     @property
     def original_fingerprint(self) -> str:
@@ -87,19 +89,19 @@ def open_converted(folder: Path) -> Converted:
     provenance = read_provenance(folder)
     is_adapter = ADAPTER_CONFIG in provenance.originals
     try:
-        shards, index = ((read_shard(folder / ADAPTER_WEIGHTS),), None) if is_adapter else read_weights(folder)
+        shards = (read_shard(folder / ADAPTER_WEIGHTS),) if is_adapter else read_weights(folder)[0]
     except KVSurgeryError as error:
         raise Mismatch(str(error)) from error
     if changed_files := changed_headers(shards, provenance.headers):
         raise Mismatch(f"{folder / changed_files[0]} is not the file that the conversion wrote; {SAVED_AGAIN}")
     try:
         config = provenance.options[BASE_CONFIG] if is_adapter else json.loads(provenance.originals[CONFIG])
-        original = Checkpoint(folder, provenance.source, provenance.revision, config, shards, index)
-        role_of = adapter_role if is_adapter else Family.role
-        moves = plan_moves(original, Family.of(config), provenance.permutation, role_of)
+        model = Model.of(config)
+        tensors = (tensor for shard in shards for tensor in shard.tensors)
+        moves = plan_moves(tensors, model, provenance.permutation, adapter_role if is_adapter else Family.role)
     except (KVSurgeryError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{folder / PROVENANCE} is damaged: {error}") from error
-    return Converted(folder, provenance, shards, moves, ADAPTER_CONFIG if is_adapter else CONFIG)
+    return Converted(folder, provenance, model, shards, moves, ADAPTER_CONFIG if is_adapter else CONFIG)
 
 
 def original_fingerprint(folder: Path) -> str | None:

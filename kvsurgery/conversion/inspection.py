@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.checkpoint.dtype import loading_dtype
-from kvsurgery.checkpoint.family import Family, supported
+from kvsurgery.checkpoint.family import supported
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.model_code import check_stock, lacks_code, saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
-from kvsurgery.conversion.plan import check_complete, heads_by_layer, plan_moves
+from kvsurgery.conversion.plan import check_complete, plan_moves
 from kvsurgery.conversion.resemblance import resemblance
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import both_rope_spellings
@@ -28,7 +29,7 @@ from kvsurgery.templates.kv_layout import KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.vllm.forecast import forecast_or_refusal
 
-# keys of converted or quantized checkpoints, for which `Family.of` refuses a config
+# keys of converted or quantized checkpoints, for which `Model.of` refuses a config
 NOT_STOCK = ("kv_surgery", "auto_map", "quantization_config")
 
 
@@ -166,7 +167,9 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         problem = str(error)
     if "kv_surgery" in config and checkpoint is not None:
         config = {**config, "dtype": loading_dtype(config, checkpoint.shards)}
-    surgery = _surgery(folder, name, config) if "kv_surgery" in config else None
+    model = _stock_model(config)
+    replicated = model is not None and model.family.replicated
+    surgery = _surgery(folder, name, config, replicated) if "kv_surgery" in config else None
     if checkpoint is not None and surgery is None:
         problem = _problem(checkpoint)
     if surgery is not None and not surgery.revertible and lacks_code(folder, config):
@@ -174,7 +177,7 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
     parameters: Counter[str] = Counter()
     for tensor in checkpoint.tensors if checkpoint else ():
         parameters[tensor.dtype] += math.prod(tensor.shape)
-    dimensions, layers, states = _attention(config)
+    dimensions, layers, states = _attention(model)
     return Facts(
         name=name,
         revision=revision,
@@ -190,7 +193,7 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         parameters=dict(parameters.most_common()),
         shards=len(checkpoint.shards) if checkpoint else 0,
         size=checkpoint.size if checkpoint else 0,
-        tied=checkpoint is not None and not checkpoint.has_output and _is_tied(config),
+        tied=checkpoint is not None and not checkpoint.has_output and (model is None or model.is_tied),
         has_output=checkpoint is not None and checkpoint.has_output,
         problem=problem,
         resembles=resemblance(checkpoint) if checkpoint and _could_get_patch(config) else None,
@@ -202,12 +205,12 @@ def _problem(checkpoint: Checkpoint) -> str | None:
     """Why a stock checkpoint cannot be converted, whatever the policy."""
     try:
         check_stock(checkpoint.folder, checkpoint.config)
-        family = Family.of(checkpoint.config)
-        if None not in family.windows(checkpoint.config):
+        model = checkpoint.model
+        if None not in model.windows:
             return "no layer has full attention; there is nothing to convert"
-        moves = plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
+        moves = plan_moves(checkpoint.tensors, model, model.layer_heads)
         loading_dtype(checkpoint.config, checkpoint.shards)
-        check_complete(checkpoint.name, family, checkpoint.config, moves)
+        check_complete(checkpoint.name, model, moves)
     except UnsupportedModel as error:
         return str(error)
     return None
@@ -218,36 +221,22 @@ def _could_get_patch(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") not in supported() and not text_config(config).get("kv_lora_rank")
 
 
-def _attention(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, ModelLayers, int]:
-    """Attention dimensions, layers, and bytes of a sequence's states, as far as the family is known."""
-    stock_config = _stock_config(config)
+def _stock_model(config: Mapping[str, Any]) -> Model | None:
+    """The model of a config without the keys that hide its family; None where the family is not known."""
     try:
-        family = Family.of(stock_config)
-        return family.dimensions(stock_config), family.layers(stock_config), family.state_bytes(stock_config)
+        return Model.of({key: value for key, value in config.items() if key not in NOT_STOCK})
     except UnsupportedModel:
-        return None, ModelLayers(()), 0
+        return None
 
 
-def _replicated(config: Mapping[str, Any]) -> bool:
-    """Whether every process of tensor parallelism has all heads, as far as the family is known."""
+def _attention(model: Model | None) -> tuple[ModelDimensions | None, ModelLayers, int]:
+    """Attention dimensions, layers, and bytes of a sequence's states, as far as they are known."""
     try:
-        return Family.of(_stock_config(config)).replicated
+        if model is not None:
+            return model.dimensions, model.layers, model.state_bytes()
     except UnsupportedModel:
-        return False
-
-
-def _is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the stock class makes the output layer of the embedding; where the family is not known, it does."""
-    stock_config = _stock_config(config)
-    try:
-        return Family.of(stock_config).is_tied(stock_config)
-    except UnsupportedModel:
-        return True
-
-
-def _stock_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config without the keys that hide its family."""
-    return {key: value for key, value in config.items() if key not in NOT_STOCK}
+        pass
+    return None, ModelLayers(()), 0
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -264,13 +253,12 @@ def _hold(layout: KVLayout) -> dict[str, Any] | None:
     return {name: getattr(selection, name) for name in ("window", "hold", "select")}
 
 
-def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
+def _surgery(folder: Path, name: str, config: Mapping[str, Any], replicated: bool) -> Surgery:
     try:
         layout = KVLayout.from_config(config)
         reform = Reform.from_config(config)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    replicated = _replicated(config)
     heads, head_counts = tuple(map(head_list, layout.attended)), counts(layout)
     surgery = Surgery(
         full_heads=tuple(None if layer.native or not layer.heads else layer.full for layer in layout.layers),

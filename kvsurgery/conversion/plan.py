@@ -8,16 +8,16 @@ columns in blocks of group x head_dim. Where a query head has a gate, the gate's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from kvsurgery.checkpoint.family import TIED, Family
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import Tensor
+from kvsurgery.checkpoint.model import LM_HEAD, TIED, Model
 from kvsurgery.checkpoint.role import RANK, Role
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.checkpoint.tensor_rules import LM_HEAD
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.policy.policy import Policy
@@ -109,45 +109,44 @@ def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = N
         CheckpointError: a tensor is missing, or a projection does not have the shape that the config implies.
         PolicyError: the policy belongs to a model of other dimensions.
     """
-    family = Family.of(checkpoint.config)
-    moves = plan_moves(checkpoint, family, policy.orders)
-    check_complete(checkpoint.name, family, checkpoint.config, moves)
+    model = checkpoint.model
+    moves = plan_moves(checkpoint.tensors, model, policy.orders)
+    check_complete(checkpoint.name, model, moves)
     reason = {
-        "family": family.name,
+        "family": model.family.name,
         "permutation": policy.orders,
         "profile": profile,
         "policy": policy.hash,
         "options": policy.options,
     }
-    return SurgeryPlan(moves, reason, family.name, family.dimensions(checkpoint.config), policy)
+    return SurgeryPlan(moves, reason, model.family.name, model.dimensions, policy)
 
 
 def plan_moves(
-    checkpoint: Checkpoint,
-    family: Family,
+    tensors: Iterable[Tensor],
+    model: Model,
     orders: Sequence[Sequence[int]],
     role_of: Callable[[Family, str], Role] = Family.role,
 ) -> dict[str, Move]:
     """The move of every tensor if the KV heads of layer l are put into the order `orders[l]`.
 
     Args:
-        checkpoint: whose tensors move.
-        family: of its model.
+        tensors: which move.
+        model: that they are of.
         orders: by layer, the source's KV head at each place.
         role_of: the role of a tensor, by the family and its name.
 
     Raises:
         UnsupportedModel, CheckpointError, PolicyError: as `plan_surgery`.
     """
-    model, hidden = family.dimensions(checkpoint.config), family.hidden(checkpoint.config)
-    models, heads = family.layer_dimensions(checkpoint.config), heads_by_layer(family, checkpoint.config)
+    heads = model.layer_heads
     if [sorted(order) for order in orders] != [[*places] for places in heads]:
-        raise PolicyError(f"the policy does not order the heads of this model, which has {model}")
+        raise PolicyError(f"the policy does not order the heads of this model, which has {model.dimensions}")
     moves: dict[str, Move] = {}
     parts: set[tuple[int | None, str]] = set()
-    for tensor in checkpoint.tensors:
-        role = role_of(family, tensor.name)
-        beyond_last = family.is_beyond(role.layer, checkpoint.config)
+    for tensor in tensors:
+        role = role_of(model.family, tensor.name)
+        beyond_last = model.is_beyond(role.layer)
         if (role.layer, role.part) in parts:
             raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
         parts.add((role.layer, role.part))
@@ -156,26 +155,26 @@ def plan_moves(
         elif not heads[role.layer]:
             raise CheckpointError(f"{tensor.name!r} is in layer {role.layer}, which has linear attention")
         else:
-            dimensions = models[role.layer]
-            _check_shape(tensor, role, dimensions, hidden)
+            dimensions = model.layer_dimensions[role.layer]
+            _check_shape(tensor, role, dimensions, model.hidden)
             moves[tensor.name] = _permute(
                 tensor, role.axis, role.shape[role.axis], dimensions, tuple(orders[role.layer])
             )
     return moves
 
 
-def check_complete(name: str, family: Family, config: Mapping[str, Any], tensors: Collection[str]) -> None:
+def check_complete(name: str, model: Model, tensors: Collection[str]) -> None:
     """Check that every tensor is there that the stock class would otherwise initialize at random.
 
     Args:
         name: what the checkpoint is called.
-        family, config: of the checkpoint, before its conversion.
+        model: of the checkpoint, before its conversion.
         tensors: names of the tensors that are there.
 
     Raises:
         CheckpointError: with the name of the first that is not.
     """
-    missing = [*islice(family.missing(config, tensors), MAX_MISSING)]
+    missing = [*islice(model.missing(tensors), MAX_MISSING)]
     if not missing:
         return
     subject = f"{missing[0]} and {len(missing) - 1} more tensors are" if len(missing) > 1 else f"{missing[0]} is"
@@ -184,15 +183,6 @@ def check_complete(name: str, family: Family, config: Mapping[str, Any], tensors
         f"{subject} missing from {name}{reason}; transformers would load random numbers instead; "
         "is the checkpoint complete?"
     )
-
-
-def heads_by_layer(family: Family, config: Mapping[str, Any]) -> list[range]:
-    """The KV heads of each layer in the source's order; linear attention has none."""
-    models = family.layer_dimensions(config)
-    return [
-        range(0 if window == 0 else model.kv_heads)
-        for model, window in zip(models, family.windows(config), strict=True)
-    ]
 
 
 def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.model_code import check_stock
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.plan import SurgeryPlan, plan_surgery
-from kvsurgery.emit.files import emitted_files
+from kvsurgery.emit.files import Emitted, emit
 from kvsurgery.errors import PolicyError, ProfileError, UnsupportedModel
 from kvsurgery.policy.fit import Fit, fit
 from kvsurgery.policy.measured import measured_recipe
@@ -32,7 +31,7 @@ class PreparedConversion:
     checkpoint: Checkpoint
     policy: Policy
     plan: SurgeryPlan
-    files: dict[str, bytes]
+    emitted: Emitted
     fit: Fit | None = None
 
     @classmethod
@@ -67,15 +66,15 @@ class PreparedConversion:
             raise PolicyError("`fit` makes no room for reading long prompts; leave it or the reform profile out")
         checkpoint = Checkpoint.open(folder, name, revision)
         check_stock(folder, checkpoint.config, recipe.ignore_model_code)
-        family = Family.of(checkpoint.config)
-        if reform is not None and family.no_reform:
-            raise UnsupportedModel(family.no_reform)
-        dimensions = family.dimensions(checkpoint.config)
+        model = checkpoint.model
+        if reform is not None and model.family.no_reform:
+            raise UnsupportedModel(model.family.no_reform)
+        dimensions = model.dimensions
         for measured_profile in (profile, reform, budgets):
             if measured_profile is not None and dimensions != measured_profile.model:
                 profiled_model = f"{measured_profile.base_model} ({measured_profile.model})"
                 raise ProfileError(f"the profile is of {profiled_model}, but {checkpoint.name} has {dimensions}")
-        model, fit_result, losses = family.layers(checkpoint.config), None, None
+        layers, fit_result, losses = model.layers, None, None
         if recipe.kv_measured is not None:
             losses = load_losses(recipe.kv_measured)
             if dimensions != losses.model:
@@ -83,7 +82,7 @@ class PreparedConversion:
                 raise ProfileError(
                     f"{recipe.kv_measured} was measured on {measured_model}, but {checkpoint.name} has {dimensions}"
                 )
-            if model.windows != losses.windows:
+            if layers.windows != losses.windows:
                 raise ProfileError(
                     f"{recipe.kv_measured} was measured on {losses.base_model}, whose layers have other windows than "
                     f"those of {checkpoint.name}; measure this model"
@@ -92,17 +91,17 @@ class PreparedConversion:
         if recipe.fit is not None:
             if profile is None:
                 raise ProfileError("`fit` chooses heads by their scores; give a head profile")
-            footprint = Footprint.of(checkpoint, family, recipe.tp)
-            fit_result = fit(profile, model, footprint, recipe, budgets, losses)
+            footprint = Footprint.of(checkpoint, recipe.tp)
+            fit_result = fit(profile, layers, footprint, recipe, budgets, losses)
             recipe = fit_result.choice.recipe(recipe)
         if losses is not None and recipe.kv_bits != AUTO:
             recipe = measured_recipe(recipe, losses)
         if profile is None:
-            policy = keep_all(dimensions, model, recipe, losses)
+            policy = keep_all(dimensions, layers, recipe, losses)
         else:
-            policy = decide(profile, model, recipe, budgets, losses)
+            policy = decide(profile, layers, recipe, budgets, losses)
         if reform is not None:
             policy = with_reform(policy, reform, checkpoint.positions, user_marker(folder), recipe.reform)
         recorded_profile = profile or reform
         plan = plan_surgery(checkpoint, policy, recorded_profile.hash if recorded_profile else None)
-        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, recorded_profile), fit_result)
+        return cls(checkpoint, policy, plan, emit(checkpoint, policy, recorded_profile), fit_result)

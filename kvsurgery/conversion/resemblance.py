@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 
 from kvsurgery.checkpoint.family import Family, load_family, supported
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.conversion.plan import check_complete, heads_by_layer, plan_moves
+from kvsurgery.conversion.plan import check_complete, plan_moves
 from kvsurgery.errors import KVSurgeryError, UnsupportedModel
 
 LAYER = re.compile(r".*?\blayers\.\d+\.")
@@ -84,8 +85,9 @@ def _has_tensor(family: Family, name: str) -> bool:
 def _misfit(checkpoint: Checkpoint, family: Family) -> str | None:
     """Why the checkpoint's shapes do not fit the family; None if they do."""
     try:
-        moves = plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
-        check_complete(checkpoint.name, family, checkpoint.config, moves)
+        model = Model(family, checkpoint.config)
+        moves = plan_moves(checkpoint.tensors, model, model.layer_heads)
+        check_complete(checkpoint.name, model, moves)
     except KVSurgeryError as error:
         return str(error)
     return None

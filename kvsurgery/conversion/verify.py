@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.files import reading
 from kvsurgery.checkpoint.headers import changed_headers
 from kvsurgery.checkpoint.model_code import saved_again
@@ -72,7 +70,7 @@ def verify(
     unrecorded = tuple(name for name in walk(folder) if name not in recorded_names and not name.startswith("."))
     converted = open_converted(folder)
     if converted.config_file == CONFIG:
-        _check_complete(converted)
+        check_complete(str(folder), converted.model, converted.moves)
     original = None if source is None else converted.open_original(source)
     if original is not None:
         if (original.folder / PROVENANCE).exists():
@@ -94,11 +92,6 @@ def verify(
         code_hashes(code),
         time.monotonic() - start,
     )
-
-
-def _check_complete(converted: Converted) -> None:
-    config = json.loads(converted.provenance.originals[CONFIG])
-    check_complete(str(converted.folder), Family.of(config), config, converted.moves)
 
 
 def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], None] | None) -> None:

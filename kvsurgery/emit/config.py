@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvsurgery.checkpoint.attention_rules import FULL_ATTENTION, SLIDING_ATTENTION
 from kvsurgery.checkpoint.dtype import KEYS
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
+from kvsurgery.checkpoint.patch import FULL_ATTENTION, SLIDING_ATTENTION
 from kvsurgery.checkpoint.side_code import side_references
 from kvsurgery.errors import CheckpointError
 from kvsurgery.heads.section import layout_section
@@ -26,7 +26,7 @@ IMPLEMENTATIONS = tuple(f"{start}{part}_implementation" for start in ("", "_") f
 INTERNAL = tuple(f"_{part}_implementation_internal" for part in ("attn", "experts"))
 
 
-def converted_config(config: Mapping[str, Any], policy: Policy, dtype: str | None = None) -> dict[str, Any]:
+def converted_config(model: Model, policy: Policy, dtype: str | None = None) -> dict[str, Any]:
     """The source's config.json with `auto_map`, `kv_surgery`, and RoPE as transformers 4 and 5 spell it.
 
     It names the `dtype` in which the source is loaded, if that is given, so that every version of transformers loads
@@ -35,24 +35,24 @@ def converted_config(config: Mapping[str, Any], policy: Policy, dtype: str | Non
     `model_type` and `architectures` stay, so that without `trust_remote_code` the stock class loads. Keys that can make
     transformers run code of the Hub without it are left out.
     """
-    family = Family.of(config)
-    model, sliding = family.dimensions(config), family.sliding_dimensions(config)
-    result = copy.deepcopy(dict(config))
+    family = model.family
+    full, sliding = model.dimensions, model.sliding_dimensions
+    result = copy.deepcopy(dict(model.config))
     for part, key, _ in [*_hub_code(result)]:
         del part[key]
     text = text_config(result)
     if not family.rope_parameters_only:
         text.update(both_rope_spellings(text, family.rope_by_type))
     # a config may leave out what is its class's default; the layout is checked against these
-    text["num_hidden_layers"] = model.layers
-    text["num_attention_heads"] = model.query_heads
+    text["num_hidden_layers"] = full.layers
+    text["num_attention_heads"] = full.query_heads
     text["num_key_value_heads"] = sliding.kv_heads
     if family.full_attention:
-        full_shape = {"head_dim": model.head_dim, "num_key_value_heads": model.kv_heads}
-        full_layers = [layer for layer, window in enumerate(family.windows(config)) if window is None]
+        full_shape = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
+        full_layers = [layer for layer, window in enumerate(model.windows) if window is None]
         text |= {"head_dim": sliding.head_dim, "per_layer_config": {str(layer): full_shape for layer in full_layers}}
     if family.has_linear_layers:
-        text["layer_types"] = [LINEAR if window == 0 else FULL_ATTENTION for window in family.windows(config)]
+        text["layer_types"] = [LINEAR if window == 0 else FULL_ATTENTION for window in model.windows]
     if dtype is not None:
         _name_dtype(result, text, dtype)
     own_classes = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}

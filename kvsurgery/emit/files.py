@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from kvsurgery.checkpoint.dtype import loading_dtype
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.files import reading
 from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.checkpoint.source import Checkpoint
@@ -15,14 +18,27 @@ from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 
 
-def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile | None) -> dict[str, bytes]:
-    """config.json, the modeling code, the model card, and generation_config.json where it has to change.
+@dataclass(frozen=True)
+class Emitted:
+    """What conversion writes beside the weights.
+
+    Attributes:
+        config: the content of config.json.
+        files: every file by name, config.json among them.
+    """
+
+    config: Mapping[str, Any]
+    files: Mapping[str, bytes]
+
+
+def emit(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile | None) -> Emitted:
+    """Make config.json, the modeling code, the model card, and generation_config.json where it has to change.
 
     Raises:
         UnsupportedModel, CheckpointError: the source's config or generation config is not what surgery covers.
     """
-    family = Family.of(checkpoint.config)
-    config = converted_config(checkpoint.config, policy, loading_dtype(checkpoint.config, checkpoint.shards))
+    family = checkpoint.model.family
+    config = converted_config(checkpoint.model, policy, loading_dtype(checkpoint.config, checkpoint.shards))
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     with reading(readme):
         original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
@@ -41,4 +57,4 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile |
         if converted_generation != original_generation:
             files["generation_config.json"] = converted_generation
     files["config.json"] = to_json(config)
-    return files
+    return Emitted(config, files)

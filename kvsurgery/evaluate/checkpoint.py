@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.model_code import lacks_code, note_model_code, saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
@@ -115,7 +115,7 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
             raise CheckpointError(saved_again(Path(folder), config) or f"{folder} lacks the code of its conversion")
         check_processes(folder, tp)
     note_model_code(config)
-    name = auto_class(config) if converted else [*Family.of(config).classes][-1]
+    name = auto_class(config) if converted else [*Model.of(config).family.classes][-1]
     options = tensor_parallel(device, tp) if tp > 1 else {}
     if converted and not stock:
         options["trust_remote_code"] = True

@@ -184,7 +184,7 @@ def _answer(evaluation: Evaluation, setting: SweptSetting, progress: Progress) -
     if missing_count:
         with evaluation.processes.first():
             if is_first:
-                convert(prepared.checkpoint, prepared.plan, out, prepared.files, progress=moving)
+                convert(prepared.checkpoint, prepared.plan, out, prepared.emitted.files, progress=moving)
         evaluation.answer(name, out, progress)
     # models that still answer have it in memory
     if is_first:

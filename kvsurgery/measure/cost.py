@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvsurgery.checkpoint.experts import expert_share
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.measure.gate_options import GateOptions
@@ -58,13 +57,12 @@ def costs(checkpoint: Checkpoint) -> list[Cost]:
     Raises:
         UnsupportedModel: the config makes no sense.
     """
-    family = Family.of(checkpoint.config)
-    model = family.dimensions(checkpoint.config)
+    dimensions = checkpoint.model.dimensions
     weights = sum(_multiplied_weights(tensor, checkpoint) for tensor in checkpoint.tensors)
     result = []
     for method, lengths in _prompts(checkpoint.positions or LONGEST_PROMPT):
         tokens = sum(lengths)
-        attention_flops = sum(length * length / 2 for length in lengths) * 4 * model.query_width
+        attention_flops = sum(length * length / 2 for length in lengths) * 4 * dimensions.query_width
         flops = PASSES[method] * (2.0 * weights * tokens + attention_flops)
         result.append(Cost(method, len(lengths), tokens, PASSES[method], flops, checkpoint.size))
     return result

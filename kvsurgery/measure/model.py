@@ -14,7 +14,7 @@ from blake3 import blake3
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvsurgery import hub
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.model_code import note_model_code
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
@@ -98,21 +98,21 @@ class MeasuredModel:
             weights = original_fingerprint(folder) if local_folder else None
             origin = ModelOrigin(provenance.source, provenance.revision, weights)
             config = json.loads(provenance.originals[CONFIG])
-        family = Family.of(config)
-        layers = _measurable_layers(family, config, origin.name)
+        known = Model.of(config)
+        layers = _measurable_layers(known, origin.name)
         weights = local_folder or source
         hub_options = {} if local_folder else {"revision": revision}
-        dimensions = family.dimensions(config)
+        dimensions = known.dimensions
         if dimensions.kv_heads % parts:
             raise UnsupportedModel(
                 f"{parts} processes cannot share the {dimensions.kv_heads} KV heads of a layer of {origin.name} evenly"
             )
         tokenizer = _tokenizer(weights, {**hub_options, "trust_remote_code": trust_remote_code})
-        norm = "model.language_model.norm" if family.text else "model.norm"
+        norm = "model.language_model.norm" if known.family.text else "model.norm"
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         parallel = tensor_parallel(device, tp, fsdp, (norm, "lm_head")) if tp > 1 else {}
         try:
-            model_class = getattr(transformers, [*family.classes][-1])
+            model_class = getattr(transformers, [*known.family.classes][-1])
             model = model_class.from_pretrained(weights, dtype=dtype, **hub_options, **parallel).to(device).eval()
         except (OSError, ValueError) as error:
             raise not_loaded(source, error) from error
@@ -124,8 +124,8 @@ class MeasuredModel:
             dimensions,
             layers,
             provenance.permutation if provenance else None,
-            family.replicated,
-            family.no_reform,
+            known.family.replicated,
+            known.family.no_reform,
             origin.fingerprint,
         )
 
@@ -233,21 +233,20 @@ def _provenance(folder: Path, source: str) -> Provenance:
     return Provenance.read(folder)
 
 
-def _measurable_layers(family: Family, config: dict[str, Any], name: str) -> ModelLayers:
+def _measurable_layers(model: Model, name: str) -> ModelLayers:
     """What attention each layer of a model has.
 
     Raises:
         UnsupportedModel: its heads cannot be measured.
     """
-    if family.no_measure:
-        raise UnsupportedModel(family.no_measure)
-    layers = family.layers(config)
-    if layers.sources:
+    if model.family.no_measure:
+        raise UnsupportedModel(model.family.no_measure)
+    if model.sources:
         raise UnsupportedModel(
             f"the heads of {name} cannot be measured, since its last layers share the KV cache of earlier ones; "
             "import a profile"
         )
-    return layers
+    return model.layers
 
 
 def _tokenizer(weights: str | Path, options: dict[str, Any]) -> PreTrainedTokenizerBase | None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from kvsurgery.checkpoint.dtype import ITEMSIZES, STORED, loading_dtype
 from kvsurgery.checkpoint.experts import EXPERTS_PER_TOKEN
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
+from kvsurgery.checkpoint.model import Model
+from kvsurgery.checkpoint.role import Role
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.policy.tensor_parallel import check_blocks
-from kvsurgery.templates.kv_layout import text_config
 
 # the projection out of an MLP, or of an expert: [hidden, inner], or stacked [experts, hidden, inner]
 DOWN = re.compile(
@@ -62,23 +62,24 @@ class Footprint:
     positions: int | None = None
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, family: Family, processes: int = 1) -> Footprint:
+    def of(cls, checkpoint: Checkpoint, processes: int = 1) -> Footprint:
         """The footprint of a stock checkpoint that is loaded with `dtype="auto"`, by this many processes.
 
         Raises:
             UnsupportedModel: its config makes no sense.
             PolicyError: its heads do not divide over the processes.
         """
-        model, sliding = family.dimensions(checkpoint.config), family.sliding_dimensions(checkpoint.config)
-        for dimensions in (model, sliding):
+        model = checkpoint.model
+        family = model.family
+        for dimensions in (model.dimensions, model.sliding_dimensions):
             check_blocks(processes, dimensions.kv_heads)
         share = 1 if family.replicated else processes
-        hidden, is_tied = family.hidden(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
+        hidden = model.hidden
+        is_tied = checkpoint.config.get("tie_word_embeddings") is True
         tensors = [
             tensor
             for tensor in checkpoint.tensors
-            if not (is_tied and tensor.name == "lm_head.weight")
-            and not family.is_beyond(family.role(tensor.name).layer, checkpoint.config)
+            if not (is_tied and tensor.name == "lm_head.weight") and not model.is_beyond(family.role(tensor.name).layer)
         ]
         is_fused = any(tensor.name.endswith("mlp.gate_up_proj.weight") for tensor in tensors)
         itemsize = ITEMSIZES[loading_dtype(checkpoint.config, checkpoint.shards)]
@@ -97,26 +98,22 @@ class Footprint:
                 if is_fused:  # and gathered, by way of a copy
                     elements = 4 * width + (2 * local_inner if processes > 1 else 0)
                 # experts run together, on copies of their tokens
-                inner = max(
-                    inner, _experts_per_token(checkpoint, family) * (hidden + elements) if match[1] else elements
-                )
+                inner = max(inner, _experts_per_token(model) * (hidden + elements) if match[1] else elements)
         if processes > 1:
             # a share of the MLP may be less than a norm in float32 takes, of the state or of queries that are gathered
-            queries = model.query_heads * model.head_dim if family.replicated else 0
+            queries = model.dimensions.query_heads * model.dimensions.head_dim if family.replicated else 0
             inner = max(inner + hidden, 4 * hidden, 9 * queries)
-        model, sliding = (
-            replace(dimensions, query_heads=dimensions.query_heads // share, kv_heads=dimensions.kv_heads // share)
-            for dimensions in (model, sliding)
-        )
+        full = _shared(model.dimensions, share)
+        sliding = _shared(model.sliding_dimensions, share)
         return cls(
-            model,
-            sum(_held_bytes(tensor, family, processes, itemsize) for tensor in tensors),
+            full,
+            sum(_held_bytes(tensor, family.role(tensor.name), processes, itemsize) for tensor in tensors),
             itemsize,
             hidden,
             inner,
             vocabulary,
-            family.state_bytes(checkpoint.config, itemsize),
-            None if sliding == model else sliding,
+            model.state_bytes(itemsize),
+            None if sliding == full else sliding,
             checkpoint.positions,
         )
 
@@ -144,13 +141,19 @@ class Footprint:
         return elements * self.itemsize + batch * self.vocabulary * (self.itemsize + 4)
 
 
-def _held_bytes(tensor: Tensor, family: Family, processes: int, itemsize: int) -> int:
+def _shared(dimensions: ModelDimensions, processes: int) -> ModelDimensions:
+    """The heads of each of several processes."""
+    return replace(
+        dimensions, query_heads=dimensions.query_heads // processes, kv_heads=dimensions.kv_heads // processes
+    )
+
+
+def _held_bytes(tensor: Tensor, role: Role, processes: int, itemsize: int) -> int:
     """Bytes of a tensor that a process holds at most, in elements of `itemsize` bytes.
 
     Embedding and output layer count whole, which they are before transformers 5.18. Vectors count as they are stored,
     since some stay in float32.
     """
-    role = family.role(tensor.name)
     size = tensor.size
     if tensor.dtype in STORED and len(tensor.shape) > 1:
         size = math.prod(tensor.shape) * itemsize
@@ -164,9 +167,9 @@ def _held_bytes(tensor: Tensor, family: Family, processes: int, itemsize: int) -
     return size // axis_size * -(-axis_size // processes)
 
 
-def _experts_per_token(checkpoint: Checkpoint, family: Family) -> int:
+def _experts_per_token(model: Model) -> int:
     """Experts that a token goes through."""
-    config = {**family.defaults, **text_config(checkpoint.config)}
+    config = {**model.family.defaults, **model.text}
     key = next((key for key in EXPERTS_PER_TOKEN if key in config), EXPERTS_PER_TOKEN[0])
     count = config.get(key, MOST_EXPERTS)
     if type(count) is not int or not 0 < count <= 1 << 20:

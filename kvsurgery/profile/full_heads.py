@@ -90,7 +90,7 @@ def kv_scores(
 ) -> np.ndarray:
     """float32 [layers, kv_heads]: scores per KV head, query heads reduced over their group.
 
-    Where layers share the KV cache of an earlier one, as `Family.sources` says, that one has the largest of all their
+    Where layers share the KV cache of an earlier one, as `Model.sources` says, that one has the largest of all their
     scores: a head keeps what any of its layers needs.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
@@ -79,15 +79,8 @@ class ProfiledModel:
             origin = ModelOrigin(source, revision)
         else:
             origin = ModelOrigin.of_folder(folder)
-        config = read_config(folder)
-        family = Family.of(config)
-        return cls(
-            origin.name,
-            family.dimensions(config),
-            revision or origin.revision,
-            family.windows(config),
-            origin.fingerprint,
-        )
+        model = Model.of(read_config(folder))
+        return cls(origin.name, model.dimensions, revision or origin.revision, model.windows, origin.fingerprint)
 
 
 def local_folder(source: str) -> Path | None:

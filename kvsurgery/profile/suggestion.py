@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.published import Published, ancestors, normal, published
@@ -60,7 +60,7 @@ class ModelIdentity:
             frozenset(map(normal, names)),
             frozenset(map(normal, parents)) - frozenset(map(normal, names)),
             str(text_config(config).get("model_type", config["model_type"])),
-            Family.of(config).dimensions(config),
+            Model.of(config).dimensions,
         )
 
     @cached_property

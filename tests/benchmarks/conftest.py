@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
@@ -28,7 +28,7 @@ def beyond_folder(tmp_path_factory: pytest.TempPathFactory, words: PreTrainedTok
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     (folder / "text.txt").write_text(words.decode(Haystack.read(None, words, 2000).tokens))
-    shape = Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
+    shape = Model.of(model.config.to_dict()).dimensions
     heads = (EmbeddingHead(0, "q", 1), EmbeddingHead(1, "k", 0))
     HeadProfile(None, "reform", None, "made up", shape, embedding_heads=heads).save(folder / "reform.safetensors")
     return folder

@@ -18,7 +18,7 @@ import long_answers
 import selection_cost
 from sessions import H2O, TOVA, Session
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.display import console
 from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.policy.policy import decide
@@ -44,7 +44,7 @@ def command(words: PreTrainedTokenizerFast, model: PreTrainedModel, tmp_path_fac
     model.save_pretrained(folder / "model")
     words.save_pretrained(folder / "model")
     (folder / "text.txt").write_text(words.decode(Haystack.read(None, words, 900).tokens))
-    shape = Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
+    shape = Model.of(model.config.to_dict()).dimensions
     scores = np.ones((shape.layers, shape.kv_heads), dtype=np.float32)
     HeadProfile(scores, "headkv-er", "kv", "made up", shape).save(folder / "er.safetensors")
     found = ["long_answers.py", folder / "model", "--profile", folder / "er.safetensors"]

@@ -22,7 +22,7 @@ import selections
 import trials
 import which_heads
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.head_profile import HeadProfile
@@ -90,7 +90,7 @@ def written(model: PreTrainedModel, words: PreTrainedTokenizerFast, source: Path
     model.save_pretrained(source)
     words.save_pretrained(source)
     text.write_text(words.decode(Haystack.read(None, words, 600).tokens))
-    return Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
+    return Model.of(model.config.to_dict()).dimensions
 
 
 def test_a_run_goes_on_from_its_file(

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "rea
 
 import short_steps
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.families import stock
 
@@ -26,7 +26,7 @@ def test_steps_are_measured_in_turns(
     model = stock("llama", head_dim=8)
     model.save_pretrained(tmp_path / "model")
     profile, results = tmp_path / "gates.safetensors", tmp_path / "short.json"
-    shape = Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
+    shape = Model.of(model.config.to_dict()).dimensions
     scores = np.linspace(0, 1, shape.layers * shape.kv_heads, dtype=np.float32).reshape(shape.layers, -1)
     HeadProfile(scores, "duo", "kv", "made up", shape).save(profile)
     options = {"--profile": profile, "--lengths": 20, "--steps": 4, "--json": results}

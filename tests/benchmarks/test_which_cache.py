@@ -16,7 +16,7 @@ import cache_report
 import trials
 import which_cache
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
@@ -44,7 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     model.save_pretrained(folder / "model")
     words.save_pretrained(folder / "model")
     (folder / "text.txt").write_text(words.decode(Haystack.read(None, words, 800).tokens))
-    shape = Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
+    shape = Model.of(model.config.to_dict()).dimensions
     losses(shape, base_model="made up").save(folder / "losses.safetensors")
     scores = np.random.default_rng(0).random((shape.layers, shape.kv_heads), dtype=np.float32)
     HeadProfile(scores, "ablation", "kv", "made up", shape).save(folder / "er.safetensors")

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from kvsurgery.checkpoint.family import Family, supported
+from kvsurgery.checkpoint.family import supported
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
@@ -14,15 +15,14 @@ from tests.helpers.families import EVERY, FAMILIES
 
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
 # families whose config may give layers a window; three are asked for more, below
-SLIDING = [name for name in TYPES if Family.of({"model_type": name}).window is not None]
-SLIDING = [name for name in SLIDING if not Family.of({"model_type": name}).has_linear_layers]
+SLIDING = [name for name in TYPES if Model.of({"model_type": name}).family.window is not None]
+SLIDING = [name for name in SLIDING if not Model.of({"model_type": name}).family.has_linear_layers]
 SLIDING = [name for name in SLIDING if name not in ("smollm3", "qwen2_moe", "llama4_text")]
 SMALL = {"num_hidden_layers": 7, "max_position_embeddings": 512}
 
 
-def family_and_config(model_type: str, **settings: object) -> tuple[Family, dict[str, object]]:
-    config = {"model_type": model_type, **settings}
-    return Family.of(config), config
+def model_of(model_type: str, **settings: object) -> Model:
+    return Model.of({"model_type": model_type, **settings})
 
 
 def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int | None, ...]:
@@ -47,30 +47,29 @@ def test_one_patch_per_tested_family() -> None:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
-    family, config = family_and_config(model_type)
+    model = model_of(model_type)
     stock = AutoConfig.for_model(model_type)
-    heads, windows = stock.num_attention_heads, family.windows(config)
-    for layer, dimensions in enumerate(family.layer_dimensions(config)):
+    heads, windows = stock.num_attention_heads, model.windows
+    for layer, dimensions in enumerate(model.layer_dimensions):
         own = stock.per_layer_config[layer] if hasattr(stock, "per_layer_config") else stock
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
         assert dimensions == ModelDimensions(stock.num_hidden_layers, heads, own.num_key_value_heads, head_dim)
-        assert dimensions == (family.dimensions if windows[layer] is None else family.sliding_dimensions)(config)
-    assert family.hidden(config) == stock.hidden_size
-    assert family.windows(config) == reference_windows(model_type, {})
+        assert dimensions == (model.dimensions if windows[layer] is None else model.sliding_dimensions)
+    assert model.hidden == stock.hidden_size
+    assert model.windows == reference_windows(model_type, {})
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_null_kv_heads_mean_one_per_query_head(model_type: str) -> None:
-    family, config = family_and_config(model_type, num_attention_heads=6, num_key_value_heads=None, hidden_size=24)
-    assert family.dimensions(config).kv_heads == 6
+    model = model_of(model_type, num_attention_heads=6, num_key_value_heads=None, hidden_size=24)
+    assert model.dimensions.kv_heads == 6
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "olmo2", "phi3", "mixtral", "qwen3_moe"])
 def test_null_head_dim_is_left_to_the_hidden_size(model_type: str) -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
-    family, config = family_and_config(model_type, **heads, head_dim=None)
-    assert family.dimensions(config).head_dim == 8
-    assert family.dimensions({**config, "head_dim": 10}).head_dim == 10
+    assert model_of(model_type, **heads, head_dim=None).dimensions.head_dim == 8
+    assert model_of(model_type, **heads, head_dim=10).dimensions.head_dim == 10
 
 
 @given(
@@ -86,8 +85,8 @@ def test_null_head_dim_is_left_to_the_hidden_size(model_type: str) -> None:
 )
 def test_windows_are_those_of_transformers(model_type: str, settings: dict[str, object]) -> None:
     settings = {**SMALL, **settings}
-    family, config = family_and_config(model_type, **settings)
-    assert family.windows(config) == reference_windows(model_type, settings)
+    model = model_of(model_type, **settings)
+    assert model.windows == reference_windows(model_type, settings)
 
 
 @pytest.mark.parametrize(
@@ -102,16 +101,17 @@ def test_layer_types_come_before_the_rule(model_type: str) -> None:
         "sliding_window": 8,
         "use_sliding_window": True,
     }
-    family, config = family_and_config(model_type, **settings)
-    assert family.windows(config) == (None, 8, None)
+    model = model_of(model_type, **settings)
+    assert model.windows == (None, 8, None)
 
 
 def test_smollm3_has_to_say_which_layers_slide() -> None:
-    family, config = family_and_config("smollm3", use_sliding_window=True, sliding_window=8, num_hidden_layers=2)
+    settings = {"sliding_window": 8, "num_hidden_layers": 2}
     with pytest.raises(UnsupportedModel, match="add layer_types"):
-        family.windows(config)
-    assert family.windows({**config, "layer_types": ["sliding_attention", "full_attention"]}) == (8, None)
-    assert family.windows({**config, "use_sliding_window": False}) == (None, None)
+        _ = model_of("smollm3", use_sliding_window=True, **settings).windows
+    types = ["sliding_attention", "full_attention"]
+    assert model_of("smollm3", use_sliding_window=True, layer_types=types, **settings).windows == (8, None)
+    assert model_of("smollm3", use_sliding_window=False, **settings).windows == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -128,20 +128,20 @@ def test_smollm3_has_to_say_which_layers_slide() -> None:
 )
 def test_chunked_layers_are_those_of_transformers(settings: dict[str, object]) -> None:
     settings = {**SMALL, "attention_chunk_size": 16, **settings}
-    family, config = family_and_config("llama4_text", **settings)
-    assert family.has_chunked_layers
-    assert family.windows(config) == reference_windows("llama4_text", settings)
+    model = model_of("llama4_text", **settings)
+    assert model.family.has_chunked_layers
+    assert model.windows == reference_windows("llama4_text", settings)
 
 
 def test_the_largest_published_number_of_positions() -> None:
-    family, config = family_and_config("llama4_text", max_position_embeddings=10_485_760, num_hidden_layers=4)
-    assert family.windows(config) == (8192, 8192, 8192, None)
+    model = model_of("llama4_text", max_position_embeddings=10_485_760, num_hidden_layers=4)
+    assert model.windows == (8192, 8192, 8192, None)
 
 
 def test_chunked_layers_need_a_number_for_each_layer() -> None:
-    family, config = family_and_config("llama4_text", num_hidden_layers=4, no_rope_layers=[1, 0])
+    model = model_of("llama4_text", num_hidden_layers=4, no_rope_layers=[1, 0])
     with pytest.raises(UnsupportedModel, match="no_rope_layers must have a number for each of 4 layers"):
-        family.windows(config)
+        _ = model.windows
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_chunked_layers_need_a_number_for_each_layer() -> None:
     ids=str,
 )
 def test_windows_that_make_no_sense(settings: dict[str, object]) -> None:
-    family, config = family_and_config("gemma2", num_hidden_layers=2, **settings)
+    model = model_of("gemma2", num_hidden_layers=2, **settings)
     with pytest.raises(UnsupportedModel):
-        family.windows(config)
+        _ = model.windows
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ def test_windows_that_make_no_sense(settings: dict[str, object]) -> None:
     ids=str,
 )
 def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -> None:
-    family, config = family_and_config("llama", **settings)
+    model = model_of("llama", **settings)
     with pytest.raises(UnsupportedModel, match=word):
-        family.dimensions(config)
+        _ = model.dimensions
 
 
 @pytest.mark.parametrize(
@@ -210,17 +210,16 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
 )
 def test_what_is_not_supported(config: dict[str, object], word: str) -> None:
     with pytest.raises(UnsupportedModel, match=word):
-        Family.of(config)
+        Model.of(config)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_tensor_that_transformers_saves_has_a_role(checkpoint, name: str) -> None:
     source = Checkpoint.open(checkpoint(name))
-    family = Family.of(source.config)
-    roles = [family.role(tensor.name) for tensor in source.tensors]
+    roles = [source.model.family.role(tensor.name) for tensor in source.tensors]
     permuted = {role.part for role in roles if role.axis is not None}
-    assert permuted >= set(family.permute)
-    assert {role.layer for role in roles} == {None, *range(family.dimensions(source.config).layers)}
+    assert permuted >= set(source.model.family.permute)
+    assert {role.layer for role in roles} == {None, *range(source.model.dimensions.layers)}
 
 
 @pytest.mark.parametrize(
@@ -241,11 +240,11 @@ def test_every_tensor_that_transformers_saves_has_a_role(checkpoint, name: str) 
 )
 def test_unknown_tensors_are_refused(tensor: str) -> None:
     with pytest.raises(UnsupportedModel, match="not known"):
-        Family.of({"model_type": "llama"}).role(tensor)
+        model_of("llama").family.role(tensor)
 
 
 def test_base_models_save_without_prefix() -> None:
-    family = Family.of({"model_type": "llama"})
+    family = model_of("llama").family
     name = "layers.1.self_attn.q_proj.weight"
     assert family.role(name) == family.role(f"model.{name}")
     assert family.role("norm.weight") == family.role("model.norm.weight")
@@ -268,7 +267,7 @@ def test_base_models_save_without_prefix() -> None:
     ],
 )
 def test_a_text_model_inside_another(name: str, layer: int | None, part: str) -> None:
-    role = Family.of({"model_type": "llava", "text_config": {"model_type": "mistral"}}).role(name)
+    role = model_of("llava", text_config={"model_type": "mistral"}).family.role(name)
     assert (role.layer, role.part, role.axis is None) == (layer, part, layer is None)
 
 
@@ -280,4 +279,4 @@ def test_what_tensor_parallelism_replicates_is_what_transformers_says(model_type
     if model_type == "gpt_oss" and transformers.__version__.startswith("4."):
         assert projection == "colwise"  # only there
         projection = None
-    assert Family.of({"model_type": model_type}).replicated == (projection != "colwise")
+    assert model_of(model_type).family.replicated == (projection != "colwise")

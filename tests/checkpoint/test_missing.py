@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import Checkpoint
 from tests.helpers.families import EVERY, FAMILIES, WITH_IMAGES, config_of
 
@@ -55,10 +55,10 @@ def test_every_tensor_of_the_stock_class_is_required(name: str, settings: dict[s
     config = config_of(name, **settings)
     auto = AutoModelForImageTextToText if name in WITH_IMAGES else AutoModelForCausalLM
     names = stock_names(config, auto)
-    family = Family.of(raw := saved(config, auto._model_mapping[type(config)].__name__))
-    assert [*family.missing(raw, names)] == []
+    model = Model.of(saved(config, auto._model_mapping[type(config)].__name__))
+    assert [*model.missing(names)] == []
     for tensor in names:
-        assert [*family.missing(raw, names - {tensor})] == [tensor]
+        assert [*model.missing(names - {tensor})] == [tensor]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
@@ -66,19 +66,19 @@ def test_a_model_without_an_output_layer_needs_none(name: str) -> None:
     config = config_of(name, tie_word_embeddings=False)
     names = stock_names(config, AutoModel)
     raw = saved(config, AutoModel._model_mapping[type(config)].__name__)
-    assert [*Family.of(raw).missing(raw, names)] == []
+    assert [*Model.of(raw).missing(names)] == []
     raw["architectures"] = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    assert [*Family.of(raw).missing(raw, names)] == ["lm_head.weight"]
+    assert [*Model.of(raw).missing(names)] == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("name", [name for name in ("llama", "mixtral", "glm4_moe", "pixtral") if name in EVERY])
 def test_saved_checkpoints(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """What `save_pretrained` writes, experts one by one; without one of its tensors, stock has missing keys."""
     source = Checkpoint.open(checkpoint(name))
-    family, names = Family.of(source.config), {tensor.name for tensor in source.tensors}
-    assert [*family.missing(source.config, names)] == []
+    names = {tensor.name for tensor in source.tensors}
+    assert [*source.model.missing(names)] == []
     for tensor in names:
-        assert [*family.missing(source.config, names - {tensor})] == [tensor]
+        assert [*source.model.missing(names - {tensor})] == [tensor]
     weights = load_file(source.folder / "model.safetensors")
     shutil.copy(source.folder / "config.json", tmp_path)
     del weights[max(names)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.errors import PolicyError, ProfileError
 from kvsurgery.heads.dimensions import ModelLayers
@@ -63,7 +63,7 @@ def shown(*arguments):
 
 def test_counts_are_those_of_the_policy(model):
     config = read_config(model)
-    windows = Family.of(config).windows(config)
+    windows = Model.of(config).windows
     profile, facts = HeadProfile.load("p.safetensors"), shown()
     assert facts["windows"] == list(windows)
     for sparsity in SPARSITIES:

@@ -6,13 +6,19 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
 
 from kvsurgery.checkpoint.source import INDEX
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.shards import FILES, convert_llama, tree
+from tests.helpers.surgery import random_profile
 
 
 def test_what_is_written(source: Path, out: Path) -> None:
@@ -73,3 +79,12 @@ def test_repeating_a_finished_conversion(source: Path, out: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     assert convert_llama(source, out).already_done
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+@pytest.mark.parametrize("options", [{}, {"rest": "budgeted", "budget": 16}, {"kv_bits": 4, "tp": 2}], ids=str)
+def test_the_config_is_what_its_file_says(checkpoint: Callable[[str], Path], options: dict[str, Any]) -> None:
+    folder = checkpoint("gemma3")
+    emitted = PreparedConversion.prepare(folder, random_profile(folder), Recipe(**options)).emitted
+    written = json.loads(emitted.files["config.json"])
+    assert json.loads(json.dumps(emitted.config)) == written
+    assert KVLayout.from_config(dict(emitted.config)) == KVLayout.from_config(written)

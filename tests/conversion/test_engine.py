@@ -14,7 +14,6 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import read_shard
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion import engine
@@ -114,7 +113,7 @@ def test_any_surgery_equals_numpy_and_can_be_undone(
     (folder / "config.json").write_text(json.dumps(config))
     source = noise_shard(folder / "model.safetensors", {**shapes, "model.norm.weight": [7]}, surgery["dtype"])
     checkpoint = Checkpoint.open(folder)
-    moves = plan_moves(checkpoint, Family.of(config), surgery["orders"])
+    moves = plan_moves(checkpoint.tensors, checkpoint.model, surgery["orders"])
 
     with pytest.MonkeyPatch.context() as patch:
         # windows far smaller than tensors, so that runs and rows lie across their borders

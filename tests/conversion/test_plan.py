@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.plan import ColumnShuffle, Move, Run, SurgeryPlan, plan_moves, plan_surgery
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
@@ -61,7 +60,7 @@ def test_fused_heads(tmp_path: Path) -> None:
         shapes[f"model.layers.{layer}.self_attn.qkv_proj.weight"] = [48, 12]
         shapes[f"model.layers.{layer}.self_attn.o_proj.weight"] = [12, 24]
     checkpoint = checkpoint_of(tmp_path / "m", shapes, model_type="phi3", architectures=["Phi3ForCausalLM"])
-    moves = plan_moves(checkpoint, Family.of(checkpoint.config), [(1, 0, 2), IDENTITY])
+    moves = plan_moves(checkpoint.tensors, checkpoint.model, [(1, 0, 2), IDENTITY])
     # 3 groups of 8 rows for q, then 3 heads of 4 rows for k, and 3 for v
     query = [(0, 8, 8), (8, 0, 8), (16, 16, 8)]
     key = [(24, 28, 4), (28, 24, 4), (32, 32, 4)]

@@ -7,7 +7,6 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.profile.embedding_heads import EmbeddingHead
@@ -151,7 +150,7 @@ def check_bytes(name: str, folder: Path, held: list[int], whole: int) -> None:
 def check_weights(name: str, folder: Path, held: list[int]) -> None:
     """No process holds more than `fit` says, which counts the embedding and the output layer whole."""
     checkpoint = Checkpoint.open(folder.with_name(f"{name}-stock"))
-    found = Footprint.of(checkpoint, Family.of(checkpoint.config), len(held))
+    found = Footprint.of(checkpoint, len(held))
     outer = (1 if name in ("gemma2", "cohere2") else 2) * found.vocabulary * found.hidden * 4
     if name in SPLIT_SHARED:
         assert max(held) <= found.weights, name

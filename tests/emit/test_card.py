@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import yaml
 
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.emit.card import kv_table, model_card, with_section
 from kvsurgery.emit.config import converted_config
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
@@ -40,7 +41,7 @@ base_model: someone/else
 def decided():
     profile = HeadProfile(np.linspace(0, 1, 8).reshape(2, 4), "duo", "kv", "org/base", MODEL)
     policy = decide(profile, ModelLayers((None, None)))
-    return profile, policy, converted_config(CONFIG, policy)
+    return profile, policy, converted_config(Model.of(CONFIG), policy)
 
 
 def front_matter(card):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.emit.config import (
     both_rope_spellings,
     converted_config,
@@ -65,12 +65,10 @@ def settings(family, **rope):
 
 
 def convert(config):
-    family = Family.of(config)
-    model = family.dimensions(config)
-    profile = HeadProfile(np.zeros((model.layers, model.kv_heads)), "duo", "kv", "test", model)
-    return converted_config(
-        config, decide(profile, ModelLayers(family.windows(config)), Recipe(sparsity=0, sink=0, recent=1))
-    )
+    model = Model.of(config)
+    shape = model.dimensions
+    profile = HeadProfile(np.zeros((shape.layers, shape.kv_heads)), "duo", "kv", "test", shape)
+    return converted_config(model, decide(profile, ModelLayers(model.windows), Recipe(sparsity=0, sink=0, recent=1)))
 
 
 def frequencies(config, folder):
@@ -96,7 +94,7 @@ def test_both_versions_of_transformers_compute_the_same_rope(family, four, five,
 
 @spellings
 def test_each_spelling_is_made_from_the_other(family, four, five):
-    by_type = Family.of(settings(family)).rope_by_type
+    by_type = Model.of(settings(family)).family.rope_by_type
     made = both_rope_spellings({"rope_parameters": five}, by_type)
     assert {key: value for key, value in made.items() if value is not None} == {
         key: {("rope_type" if k == "type" else k): v for k, v in value.items()} if key == "rope_scaling" else value

@@ -12,6 +12,7 @@ import pytest
 
 from kvsurgery import __version__
 from kvsurgery.checkpoint.family import Family, load_family, supported
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.emit.modeling import Needs, code_files, modeling_code
 from kvsurgery.templates.kv_generation import require_transformers
 
@@ -21,7 +22,8 @@ NEEDS = [Needs(), Needs(reform=True), Needs(budgets=True), Needs(budgets=True, h
 
 def family(name: str) -> Family:
     inner = load_family(name).text[-1:]
-    return Family.of({"model_type": name, **({"text_config": {"model_type": inner[0]}} if inner else {})})
+    config = {"model_type": name, **({"text_config": {"model_type": inner[0]}} if inner else {})}
+    return Model.of(config).family
 
 
 @cache  # families share most modules

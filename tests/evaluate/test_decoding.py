@@ -219,7 +219,7 @@ def test_prompts_that_reform_reads_go_to_generate(checkpoint, tmp_path):
     prepared = PreparedConversion.prepare(
         folder, scores, Recipe(sparsity=0.0, reform=ReformSizes(**sizes)), reform=reform
     )
-    convert(prepared.checkpoint, prepared.plan, out, prepared.files)
+    convert(prepared.checkpoint, prepared.plan, out, prepared.emitted.files)
     model = load(out, device="cpu")
     expected = []
     for prompt in PROMPTS:

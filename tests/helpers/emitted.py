@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from transformers import PreTrainedModel
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.family import load_family
 from kvsurgery.emit.modeling import Needs, modeling_code
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from tests.helpers.families import FAMILIES, stock
@@ -16,7 +16,7 @@ from tests.helpers.families import FAMILIES, stock
 
 def emitted_class(name: str, reform: bool = False) -> type[PreTrainedModel]:
     """The emitted class that generates, of a family: its modeling file as a module beside the templates."""
-    family = Family.of({"model_type": name})
+    family = load_family(name)
     module = ModuleType(f"kvsurgery.templates.{family.module}")
     module.__package__ = "kvsurgery.templates"
     sys.modules[module.__name__] = module

@@ -6,21 +6,20 @@ from typing import Any
 
 import torch
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.templates.kv_reform import Reform
 
 
 def measured_model(model: torch.nn.Module, tokenizer: Any = None, **facts: Any) -> MeasuredModel:
     """A frozen model to measure; `facts` are what else it has."""
-    config = model.config.to_dict()
-    family = Family.of(config)
+    known = Model.of(model.config.to_dict())
     given = {"name": "random", "revision": None, **facts}
     return MeasuredModel(
         model.requires_grad_(False),
         tokenizer,
-        dimensions=family.dimensions(config),
-        layers=family.layers(config),
+        dimensions=known.dimensions,
+        layers=known.layers,
         **given,
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
@@ -32,20 +32,20 @@ def random_profile(folder: Path, seed: int = 0) -> HeadProfile:
 
     Where only some layers can have full heads, each of these gets high and low scores, so that heads move within it.
     """
-    config = read_config(folder)
-    family = Family.of(config)
-    model, draw = family.dimensions(config), np.random.default_rng(seed)
+    known = Model.of(read_config(folder))
+    model, draw = known.dimensions, np.random.default_rng(seed)
     scores = draw.random((model.layers, model.kv_heads), dtype=np.float32)
-    if any(family.windows(config)):
+    if any(known.windows):
         scores = draw.permuted(np.sort(scores) / 2 + np.linspace(0, 0.5, model.kv_heads, dtype=np.float32), axis=1)
     return HeadProfile(scores, "duo", "kv", str(folder), model)
 
 
 def reform_profile(folder: Path) -> HeadProfile:
     """REFORM's profile of three embedding heads for the model in a folder."""
-    config = read_config(folder)
     heads = (EmbeddingHead(0, "q", 5), EmbeddingHead(1, "k", 2), EmbeddingHead(1, "v", 0))
-    return HeadProfile(None, "reform", None, str(folder), Family.of(config).dimensions(config), embedding_heads=heads)
+    return HeadProfile(
+        None, "reform", None, str(folder), Model.of(read_config(folder)).dimensions, embedding_heads=heads
+    )
 
 
 @dataclass(frozen=True)
@@ -107,5 +107,5 @@ def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, 
     prepared = PreparedConversion.prepare(
         source, profile, recipe_of(**{"sink": SINK, "recent": RECENT, **options}), reform=reform
     )
-    convert(prepared.checkpoint, prepared.plan, out, prepared.files)
+    convert(prepared.checkpoint, prepared.plan, out, prepared.emitted.files)
     return Converted(source, out, prepared.policy)

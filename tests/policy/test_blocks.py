@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
@@ -52,7 +53,7 @@ def layout_of(policy, model):
         "hidden_size": 64,
         "max_position_embeddings": 4096,
     }
-    return KVLayout.from_config(converted_config(config, policy))
+    return KVLayout.from_config(converted_config(Model.of(config), policy))
 
 
 @given(cases(), st.data(), st.booleans())

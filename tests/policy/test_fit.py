@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
@@ -50,7 +51,7 @@ def layout(profile, windows, policy):
         "sliding_window": max((window for window in windows if window), default=None),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
     }
-    return KVLayout.from_config(converted_config(config, policy))
+    return KVLayout.from_config(converted_config(Model.of(config), policy))
 
 
 @st.composite

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvsurgery.bench.memory import LiveBytes
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
@@ -22,7 +21,7 @@ MODEL = ModelDimensions(layers=1, query_heads=4, kv_heads=2, head_dim=8)
 
 def footprint(folder, processes: int = 1) -> Footprint:
     checkpoint = Checkpoint.open(folder)
-    return Footprint.of(checkpoint, Family.of(checkpoint.config), processes)
+    return Footprint.of(checkpoint, processes)
 
 
 # families whose projections, MLPs and experts lie in different ways
@@ -138,7 +137,7 @@ class TestWidths:
         found = Checkpoint.open(checkpoint("mixtral"))
         found.config["num_experts_per_tok"] = count
         with pytest.raises(UnsupportedModel, match="num_experts_per_tok is"):
-            Footprint.of(found, Family.of(found.config))
+            Footprint.of(found)
 
 
 def activations(model: torch.nn.Module, batch: int, prompt: int, chunk: int, processes: int = 1) -> int:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, DynamicCache
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.measure.cache_trial import CacheTrial, Window
@@ -164,7 +164,7 @@ def test_commands_tell_of_both_kinds(checkpoint, tmp_path, family):
 @families
 def test_memory_counts_the_heads_of_each_kind(checkpoint, family):
     source = Checkpoint.open(checkpoint(family))
-    found = Footprint.of(source, Family.of(source.config))
+    found = Footprint.of(source)
     assert (found.model.kv_heads, found.model.head_dim) == (4, 32)
     assert (found.sliding.kv_heads, found.sliding.head_dim) == (8 if family == "gemma4" else 4, 16)
 
@@ -173,8 +173,7 @@ def test_memory_counts_the_heads_of_each_kind(checkpoint, family):
 @pytest.mark.parametrize("rest", ["streaming", "budgeted"])
 def test_prices_are_those_of_the_decided_policy(checkpoint, family, rest):
     source, profile = Checkpoint.open(checkpoint(family)), random_profile(checkpoint(family))
-    known = Family.of(source.config)
-    layers, footprint = known.layers(source.config), Footprint.of(source, known)
+    layers, footprint = source.model.layers, Footprint.of(source)
     asked = Recipe(fit=Demand(1 << 30, 1000, chunk=1000), rest=rest)
     found = fit(profile, layers, footprint, asked)
     for candidate in found.candidates[::7]:
@@ -199,16 +198,16 @@ def test_prices_are_those_of_the_decided_policy(checkpoint, family, rest):
 def test_layers_that_cannot_be_told(checkpoint, overrides, word):
     config = json.loads((checkpoint("gemma4-moe") / "config.json").read_text())
     with pytest.raises(UnsupportedModel, match=word):
-        Family.of(config).dimensions({**config, "per_layer_config": overrides})
+        _ = Model.of({**config, "per_layer_config": overrides}).dimensions
 
 
 @pytest.mark.parametrize("overrides", [None, {}], ids=str)
 def test_layers_that_are_all_alike(checkpoint, overrides):
     config = json.loads((checkpoint("gemma4-moe") / "config.json").read_text()) | {"per_layer_config": overrides}
     stock = AutoConfig.for_model(**config)
-    known = Family.of(config)
-    assert known.dimensions(config) == known.sliding_dimensions(config)
-    assert known.dimensions(config).head_dim == stock.per_layer_config[1].head_dim == 16
+    known = Model.of(config)
+    assert known.dimensions == known.sliding_dimensions
+    assert known.dimensions.head_dim == stock.per_layer_config[1].head_dim == 16
 
 
 def test_only_layers_with_full_attention_lack_values(checkpoint, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.templates.kv_graph import fits
@@ -53,10 +52,9 @@ def test_bytes_of_states_are_predicted(mixed, family):
         cache = converted.model(tokens(2, 40)).past_key_values
     states = [state for layer in cache.linear for state in (layer.conv_states[0], layer.recurrent_states[0])]
     checkpoint = Checkpoint.open(converted.source)
-    known = Family.of(checkpoint.config)
-    predicted = known.state_bytes(checkpoint.config, itemsize=4)
+    predicted = checkpoint.model.state_bytes(itemsize=4)
     assert 2 * predicted == sum(state.nbytes for state in states)
-    assert Footprint.of(checkpoint, known).states == predicted
+    assert Footprint.of(checkpoint).states == predicted
 
 
 @families

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.revert import revert
 from kvsurgery.errors import UnsupportedModel
@@ -57,8 +57,7 @@ def shared(checkpoint, tmp_path_factory):
 @pytest.mark.parametrize("layer", FULL)
 def test_a_head_keeps_what_any_of_its_layers_needs(checkpoint, family, layer):
     source = Checkpoint.open(checkpoint(family))
-    known = Family.of(source.config)
-    layers = known.layers(source.config)
+    layers = source.model.layers
     assert layers.sources == {3: 1, 4: 2, 5: 1}
     profile = scored(checkpoint(family), layer)
     assert kv_scores(profile, sources=layers.sources)[1].tolist() == pytest.approx([0.1, 1, 0.1, 1])
@@ -169,10 +168,9 @@ def test_shared_layers_store_nothing(shared, family):
 @families
 def test_prices_are_those_of_the_decided_policy(checkpoint, family):
     source, profile = Checkpoint.open(checkpoint(family)), random_profile(checkpoint(family))
-    known = Family.of(source.config)
-    layers = known.layers(source.config)
+    layers = source.model.layers
     asked = Recipe(fit=Demand(1 << 30, 1000, chunk=1000), rest="streaming")
-    found = fit(profile, layers, Footprint.of(source, known), asked)
+    found = fit(profile, layers, Footprint.of(source), asked)
     assert {candidate.full_heads for candidate in found.candidates} == {0, 1, 2, 3, 4}
     for candidate in found.candidates[::5]:
         layout = decide(profile, layers, candidate.recipe(asked)).layout
@@ -250,7 +248,7 @@ def test_measuring_is_refused(checkpoint, family):
 def test_layers_that_cannot_share(checkpoint, family, changes, word):
     config = json.loads((checkpoint(family) / "config.json").read_text())
     with pytest.raises(UnsupportedModel, match=word):
-        Family.of(config).sources({**config, **changes})
+        _ = Model.of({**config, **changes}).sources
 
 
 @families
