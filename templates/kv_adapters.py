@@ -35,9 +35,8 @@ def check_adapters(model: Any, adapters: Mapping[str, Any]) -> None:
         if not (is_new or base == here or order_of(base) == order) and in_attention(model.get_decoder(), name):
             raise ValueError(
                 f"adapter {name!r} was trained on {base or 'a model that it does not name'}, whose heads have another "
-                "order than this checkpoint's; merge it into the original (merge_and_unload() of peft) and convert the "
-                "result, or, if it was trained on this checkpoint, set base_model_name_or_path in its "
-                f"adapter_config.json to {here!r}"
+                "order than this checkpoint's; convert it with kvsurgery convert --adapter, or, if it was converted or "
+                f"trained for this checkpoint, set base_model_name_or_path in its adapter_config.json to {here!r}"
             )
         known.append(adapter)
 

@@ -151,7 +151,7 @@ def _check(content: dict[str, Any]) -> None:
             _require(_is_safe(name), f"file name {name!r}")
     restored_files = [*content["headers"], *content["copied"], *content["originals"]]
     _require(len(restored_files) == len(set(restored_files)), "list of files")
-    _require("config.json" in content["originals"], "originals")
+    _require(bool({"config.json", "adapter_config.json"} & content["originals"].keys()), "originals")
 
 
 def _require(condition: bool, subject: str) -> None:

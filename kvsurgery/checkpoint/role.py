@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# symbols of lengths that no head lies along; a rank may be any number
+HIDDEN, RANK = "hidden", "rank"
+
 
 @dataclass(frozen=True)
 class Role:
@@ -12,8 +15,8 @@ class Role:
     Attributes:
         layer: its layer, None outside the layers.
         part: its name inside the layer or the model.
-        shape: symbols (`hidden`, `query_heads`, `gated_queries`, or letters of heads) of a tensor with heads; empty
-            where any shape will do.
+        shape: symbols (`hidden`, `rank`, `query_heads`, `gated_queries`, or letters of heads) of a tensor with heads;
+            empty where any shape will do.
     """
 
     layer: int | None
@@ -23,4 +26,4 @@ class Role:
     @property
     def axis(self) -> int | None:
         """The axis along which heads lie: 0 rows, 1 columns; None for a tensor that is copied."""
-        return next((axis for axis, symbol in enumerate(self.shape) if symbol != "hidden"), None)
+        return next((axis for axis, symbol in enumerate(self.shape) if symbol not in (HIDDEN, RANK)), None)

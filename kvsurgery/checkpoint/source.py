@@ -23,22 +23,28 @@ from kvsurgery.templates.kv_layout import text_config
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_ADVICE = (
+    "merge it into its model first (merge_and_unload), or convert the model, and then the adapter for it "
+    "(`kvsurgery convert --adapter`)"
+)
 # an index names every tensor of the largest models in a few MB; a config is far smaller
 MAX_JSON_BYTES, MAX_DEPTH = 100_000_000, 100
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A stock checkpoint on disk.
+    """A stock checkpoint on disk, or an adapter of one.
 
     Attributes:
         folder: where it lies; its files may be symlinks, as in the Hub cache.
         name: what people call it: Hub id, also of a folder in a cache of the Hub, or the folder's name.
         revision: commit on the Hub, where known.
-        config: config.json.
+        config: config.json; of an adapter, that of the model that it was trained on.
         shards: by file name.
         index: raw bytes of the index, None for a single file without one.
         states: the states of the files beside the weights, from before any was read.
+        config_file: name of the file that makes the folder load, which is written last.
     """
 
     folder: Path
@@ -48,6 +54,7 @@ class Checkpoint:
     shards: tuple[Shard, ...]
     index: bytes | None
     states: Mapping[str, FileState] = field(default_factory=dict)
+    config_file: str = CONFIG
 
     @classmethod
     def open(cls, folder: str | Path, name: str | None = None, revision: str | None = None) -> Checkpoint:
@@ -58,8 +65,8 @@ class Checkpoint:
             UnsupportedModel: there are no safetensors weights, or an adapter lies beside them.
         """
         folder = Path(folder)
-        if os.path.exists(folder / "adapter_config.json"):
-            raise UnsupportedModel(f"{folder} has an adapter; merge it into the model first (merge_and_unload)")
+        if os.path.exists(folder / ADAPTER_CONFIG):
+            raise UnsupportedModel(f"{folder} has an adapter; {ADAPTER_ADVICE}")
         states = survey(folder) if os.path.exists(folder / CONFIG) else {}
         config = read_config(folder)
         shards, index = read_weights(folder)
@@ -133,7 +140,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not (folder / CONFIG).exists():
         check_finished(folder)
         _check_another_kind(folder)
-    return _json_object(folder / CONFIG)[0]
+    return read_json(folder / CONFIG)[0]
 
 
 def _check_another_kind(folder: Path) -> None:
@@ -145,8 +152,8 @@ def _check_another_kind(folder: Path) -> None:
     """
     if gguf_files := sorted(folder.glob("*.gguf")):
         raise UnsupportedModel(f"{folder} has a {GGUF} ({gguf_files[0].name})")
-    if (folder / "adapter_config.json").exists():
-        raise UnsupportedModel(f"{folder} is an adapter; merge it into its model first (merge_and_unload)")
+    if (folder / ADAPTER_CONFIG).exists():
+        raise UnsupportedModel(f"{folder} is an adapter; {ADAPTER_ADVICE}")
     inner_folders = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
     if inner_folders:
         raise CheckpointError(
@@ -175,7 +182,7 @@ def _weight_files(folder: Path) -> tuple[bytes | None, dict[str, str]]:
         if not has_single:
             raise _no_weights(folder)
         return None, {"": SINGLE}
-    content, raw = _json_object(folder / INDEX)
+    content, raw = read_json(folder / INDEX)
     names = content.get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{folder / INDEX} has no weight_map")
@@ -223,8 +230,12 @@ def weight_bytes(*folders: Path) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def _json_object(path: Path) -> tuple[dict[str, Any], bytes]:
-    """A JSON object from a file, and the file's bytes."""
+def read_json(path: Path) -> tuple[dict[str, Any], bytes]:
+    """A JSON object from a file, and the file's bytes.
+
+    Raises:
+        CheckpointError: it cannot be read, is too large or too deep, or is no JSON object.
+    """
     check_regular(path)
     with reading(path):
         if path.stat().st_size > MAX_JSON_BYTES:

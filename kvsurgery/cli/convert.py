@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.help import CACHE, HEADS, basic, in_group
+from kvsurgery.cli.adapter import convert_adapter
+from kvsurgery.cli.help import ADAPTERS, CACHE, HEADS, basic, in_group
 from kvsurgery.cli.options import Grouped, LocalPath, Size, Tokens, flag
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
@@ -94,8 +95,20 @@ if TYPE_CHECKING:
         help="Print the plan and write nothing; for a Hub id, only the headers are downloaded.",
     )
 )
+@in_group(
+    ADAPTERS,
+    click.option("--adapter", metavar="ADAPTER", help="A LoRA adapter of the original, a folder or a Hub id."),
+    click.option(
+        "--for",
+        "adapted",
+        metavar="CONVERTED",
+        help="With --adapter: the converted checkpoint that the adapter will be used with, a folder or a Hub id.",
+    ),
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
 def convert(
+    ctx: click.Context,
     source: str | None,
     out: Path | None,
     overwrite: bool,
@@ -107,6 +120,8 @@ def convert(
     as_json: bool,
     kv_check: str | None,
     trust_remote_code: bool,
+    adapter: str | None,
+    adapted: str | None,
     **options: Any,
 ) -> None:
     """Rewrite the checkpoint SRC according to a head profile.
@@ -116,6 +131,8 @@ def convert(
     can be quantized (KIVI), and split across the processes of tensor parallelism. With a reform profile the model also
     reads prompts far beyond its context (REFORM). Without a profile, every head keeps every token and only the cache is
     quantized. The weights keep their bytes in a different order, so `kvsurgery revert` restores the original.
+
+    With --adapter and --for, it rewrites a LoRA adapter of the original for a converted checkpoint.
 
     To resume an interrupted run, rerun the same command. With --stream it does not fetch finished tensors again.
 
@@ -133,6 +150,7 @@ def convert(
     kvsurgery convert ./llama3-70b --profile duo.safetensors --fit 80GB --context 128K --tp 8 --out ./llama3-70b-tp8
     kvsurgery convert ./qwen --profile reform.safetensors --profile duo.safetensors --out ./qwen-long
     kvsurgery convert ./llama3 --recipe duo.toml --sparsity 0.25 --out ./llama3-duo
+    kvsurgery convert --adapter ./llama3-lora --for ./llama3-duo --out ./llama3-duo-lora
     """
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of
@@ -143,6 +161,9 @@ def convert(
     from kvsurgery.emit.config import auto_class
     from kvsurgery.system.files import check_folder
 
+    if adapter is not None or adapted is not None:
+        convert_adapter(ctx, adapter, adapted, out, overwrite, as_json)
+        return
     recipe = recipe_of(options)
     if save_recipe is not None:
         check_recipe_file(save_recipe)

@@ -12,10 +12,10 @@ import click
 EXAMPLES = 2  # in the shorter help
 _ALL = "kvsurgery.help_all"  # in a context's `meta`: whether every option is shown
 
-HEADS, CACHE, PROMPTS, DEVICES = "Heads", "Cache", "Long prompts", "Several devices"
+HEADS, CACHE, PROMPTS, DEVICES, ADAPTERS = "Heads", "Cache", "Long prompts", "Several devices", "Adapters"
 MEASUREMENT, TASKS, RUNNING = "Measurement", "Evaluation", "Running"
 # in this order, whatever that of the options is; others come before the last
-GROUPS = (HEADS, CACHE, PROMPTS, DEVICES, MEASUREMENT, TASKS, RUNNING)
+GROUPS = (HEADS, CACHE, PROMPTS, DEVICES, ADAPTERS, MEASUREMENT, TASKS, RUNNING)
 
 
 def in_group(name: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -23,7 +23,7 @@ from kvsurgery.cli.running import typed_command
 @click.option("--jobs", type=click.IntRange(min=1), help="Number of threads that move bytes.  [default: 4]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
-    """Restore the original of the converted checkpoint DIR, byte for byte.
+    """Restore the original of the converted checkpoint or adapter DIR, byte for byte.
 
     DIR holds all that is needed. Every restored tensor and file must match the hash that the conversion recorded. To
     resume an interrupted run, rerun the same command.

@@ -37,8 +37,12 @@ def source_folder(source: str, converted: Path) -> Path:
         return folder
     from kvsurgery import hub
     from kvsurgery.checkpoint.provenance import Provenance
+    from kvsurgery.checkpoint.source import ADAPTER_CONFIG
 
-    return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]
+    provenance = Provenance.read(converted)
+    if ADAPTER_CONFIG in provenance.originals:
+        return hub.fetch_adapter(source, provenance.revision)
+    return hub.fetch_checkpoint(source, provenance.revision)[0]
 
 
 def warn_about_towers(prepared: PreparedConversion) -> None:

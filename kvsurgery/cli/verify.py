@@ -35,7 +35,7 @@ def verify(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Check the converted checkpoint DIR against the hashes that its conversion recorded.
+    """Check the converted checkpoint or adapter DIR against the hashes that its conversion recorded.
 
     Emitted code, configs and copied files must match their hashes. Every tensor is put back into its original order and
     must match the hash of the original. On a mismatch the exit code is 3, and the error names the file or tensor; with
@@ -46,7 +46,7 @@ def verify(
     kvsurgery verify ./llama3-duo --source ./llama3 --logits
     kvsurgery verify ./llama3-duo --hashes
     """
-    from kvsurgery.checkpoint.source import weight_bytes
+    from kvsurgery.checkpoint.source import ADAPTER_CONFIG, weight_bytes
     from kvsurgery.cli.source import source_folder
     from kvsurgery.conversion.engine import JOBS
     from kvsurgery.conversion.verify import verify
@@ -55,6 +55,8 @@ def verify(
 
     if not logits and ctx.get_parameter_source("dtype") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--dtype requires --logits")
+    if logits and (folder / ADAPTER_CONFIG).exists():
+        raise click.UsageError(f"--logits compares models, and {folder} is an adapter; leave it out")
     original = None if source is None else source_folder(source, folder)
     folders = [folder] if original is None else [folder, original]
     try:

@@ -1,4 +1,4 @@
-"""Converting: side files, shards, index, provenance, and config.json last, so that unfinished output never loads."""
+"""Converting: side files, shards, index, provenance, and the config last, so that unfinished output never loads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.checkpoint.side_files import SideFiles, file_hash, side_files
-from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
+from kvsurgery.checkpoint.source import INDEX, Checkpoint
 from kvsurgery.conversion.engine import JOBS
 from kvsurgery.conversion.output import Output, check_space, reserved, writing
-from kvsurgery.conversion.plan import SurgeryPlan
+from kvsurgery.conversion.plan import Plan
 from kvsurgery.conversion.replacing import remove_conversion
 from kvsurgery.errors import CheckpointError, OutputError, SourceChanged
 from kvsurgery.version import __version__
@@ -56,7 +56,7 @@ class ConvertReport:
 
 def convert(
     checkpoint: Checkpoint,
-    plan: SurgeryPlan,
+    plan: Plan,
     out: str | Path,
     files: Mapping[str, bytes],
     *,
@@ -69,9 +69,9 @@ def convert(
     Repeated after a file beside the weights changed in the source, it writes what differs into the finished conversion.
 
     Args:
-        checkpoint, plan: what is converted, and how.
+        checkpoint, plan: what is converted, an adapter or a whole model, and how.
         out: the folder to fill.
-        files: emitted files by name, config.json among them; they replace the source's.
+        files: emitted files by name, the config among them; they replace the source's.
         overwrite: replace another conversion in this folder; files of anyone else are never removed.
         jobs: threads.
         progress: called with weight bytes done, from any thread.
@@ -109,7 +109,7 @@ def convert(
         if earlier is not None and _equal(earlier, replace(provenance, tensors=earlier.tensors)):
             return replace(report, already_done=True, seconds=time.monotonic() - start)
         finished = None if earlier is None else _tensors_by_shard(checkpoint, earlier)
-        output = Output.open(out, size, fingerprint, finished)
+        output = Output.open(out, size, fingerprint, finished, checkpoint.config_file)
         try:
             with output:
                 updated = _update(output, earlier, provenance) if earlier is not None else None
@@ -124,7 +124,7 @@ def convert(
 def _write(
     output: Output,
     checkpoint: Checkpoint,
-    plan: SurgeryPlan,
+    plan: Plan,
     files: Mapping[str, bytes],
     provenance: Provenance,
     updated: Collection[str] | None,
@@ -133,7 +133,7 @@ def _write(
 ) -> None:
     """Write what is missing; of the side files, those `updated`, or all of them. The config is last."""
     for name, content in files.items():
-        if name != CONFIG and (updated is None or name in updated):
+        if name != checkpoint.config_file and (updated is None or name in updated):
             output.write(name, content)
     for name, digest in provenance.copied.items():
         path = checkpoint.folder / name
@@ -144,7 +144,7 @@ def _write(
         output.write(INDEX, checkpoint.index)
     output.write(PROVENANCE, replace(provenance, tensors=tensors).serialize())
     checkpoint.check_unchanged()
-    output.write(CONFIG, files[CONFIG])
+    output.write(checkpoint.config_file, files[checkpoint.config_file])
 
 
 def _update(output: Output, earlier: Provenance, provenance: Provenance) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ def _update(output: Output, earlier: Provenance, provenance: Provenance) -> tupl
 
 
 def _move(
-    output: Output, checkpoint: Checkpoint, plan: SurgeryPlan, jobs: int, progress: Callable[[int], None] | None
+    output: Output, checkpoint: Checkpoint, plan: Plan, jobs: int, progress: Callable[[int], None] | None
 ) -> dict[str, str]:
     """Write all shards; slow ones at the same time, so that no thread waits for the last tensor of a shard.
 
@@ -213,7 +213,7 @@ def _move(
     return tensors
 
 
-def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, bytes], sides: SideFiles) -> Provenance:
+def _provenance(checkpoint: Checkpoint, plan: Plan, files: Mapping[str, bytes], sides: SideFiles) -> Provenance:
     """The provenance without hashes of tensors, which are known once these are read."""
     copied = {name: file_hash(checkpoint.folder / name) for name in sides.copied}
     if checkpoint.index is not None:
@@ -222,11 +222,7 @@ def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, b
         tool=__version__,
         source=checkpoint.name,
         revision=checkpoint.revision,
-        family=plan.family,
-        permutation=plan.policy.orders,
-        profile=plan.profile,
-        policy=plan.policy.hash,
-        options=plan.policy.options,
+        **plan.reason,
         headers=header_hashes(checkpoint.shards),
         tensors={},
         emitted={name: None if is_editable(name) else blake3(content).hexdigest() for name, content in files.items()},
@@ -248,7 +244,7 @@ def _earlier(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> Prove
         names = set(os.listdir(out))
     except OSError:
         return None
-    if not {PROVENANCE, CONFIG} <= names or JOURNAL in names:
+    if not {PROVENANCE, checkpoint.config_file} <= names or JOURNAL in names:
         return None
     earlier = Provenance.read(out)
     sides = {field: getattr(provenance, field) for field in ("copied", "originals", "left_out")}

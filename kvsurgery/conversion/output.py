@@ -47,6 +47,7 @@ class Output:
         size: int,
         fingerprint: Mapping[str, str],
         finished: Mapping[str, dict[str, str]] | None = None,
+        last: str = CONFIG,
     ) -> Output:
         """Check everything that can be checked before writing, then fill the folder or go on with it.
 
@@ -55,6 +56,7 @@ class Output:
             size: bytes that will be written.
             fingerprint: what decides the output; only a killed run with the same one is continued.
             finished: of a finished output whose side files are written again: by shard, the hashes of its tensors.
+            last: name of the file without which the folder does not load, which will be written last.
 
         Raises:
             OutputError: the folder is not usable, the disk too small, or the fingerprint another.
@@ -65,8 +67,7 @@ class Output:
             check_folder(folder)
             check_space(folder, size)
             journal = Journal.open(folder, fingerprint, finished)
-            # it is written last, so that no unfinished output loads
-            (folder / CONFIG).unlink(missing_ok=True)
+            (folder / last).unlink(missing_ok=True)
             return cls(folder, journal)
 
     def write(self, name: str, content: bytes) -> None:

@@ -8,14 +8,15 @@ columns in blocks of group x head_dim. Where a query head has a gate, the gate's
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import Tensor
 from kvsurgery.checkpoint.model import LM_HEAD, TIED, Model
-from kvsurgery.checkpoint.role import Role
+from kvsurgery.checkpoint.role import RANK, Role
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
@@ -68,27 +69,36 @@ class Move:
 
 
 @dataclass(frozen=True)
-class SurgeryPlan:
+class Plan:
+    """Where the bytes of a checkpoint or of an adapter go, and why.
+
+    Attributes:
+        moves: by tensor name.
+        reason: what provenance says of the order of heads: `family`, `permutation`, `profile`, `policy`, `options`.
+    """
+
+    moves: Mapping[str, Move]
+    reason: Mapping[str, Any]
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """Tensors whose bytes change places."""
+        return tuple(name for name, move in self.moves.items() if not move.plain)
+
+
+@dataclass(frozen=True)
+class SurgeryPlan(Plan):
     """The byte moves that a policy needs in one checkpoint.
 
     Attributes:
         family: the model family.
         dimensions: attention dimensions.
         policy: decided the order of the heads.
-        profile: hash of the head profile, None without one.
-        moves: by tensor name.
     """
 
     family: str
     dimensions: ModelDimensions
     policy: Policy
-    profile: str | None
-    moves: Mapping[str, Move]
-
-    @property
-    def moved(self) -> tuple[str, ...]:
-        """Tensors whose bytes change places."""
-        return tuple(name for name, move in self.moves.items() if not move.plain)
 
 
 def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = None) -> SurgeryPlan:
@@ -102,11 +112,29 @@ def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = N
     model = checkpoint.model
     moves = plan_moves(checkpoint.tensors, model, policy.orders)
     check_complete(checkpoint.name, model, moves)
-    return SurgeryPlan(model.family.name, model.dimensions, policy, profile, moves)
+    reason = {
+        "family": model.family.name,
+        "permutation": policy.orders,
+        "profile": profile,
+        "policy": policy.hash,
+        "options": policy.options,
+    }
+    return SurgeryPlan(moves, reason, model.family.name, model.dimensions, policy)
 
 
-def plan_moves(tensors: Iterable[Tensor], model: Model, orders: Sequence[Sequence[int]]) -> dict[str, Move]:
+def plan_moves(
+    tensors: Iterable[Tensor],
+    model: Model,
+    orders: Sequence[Sequence[int]],
+    role_of: Callable[[Family, str], Role] = Family.role,
+) -> dict[str, Move]:
     """The move of every tensor if the KV heads of layer l are put into the order `orders[l]`.
+
+    Args:
+        tensors: which move.
+        model: that they are of.
+        orders: by layer, the source's KV head at each place.
+        role_of: the role of a tensor, by the family and its name.
 
     Raises:
         UnsupportedModel, CheckpointError, PolicyError: as `plan_surgery`.
@@ -117,7 +145,7 @@ def plan_moves(tensors: Iterable[Tensor], model: Model, orders: Sequence[Sequenc
     moves: dict[str, Move] = {}
     parts: set[tuple[int | None, str]] = set()
     for tensor in tensors:
-        role = model.family.role(tensor.name)
+        role = role_of(model.family, tensor.name)
         beyond_last = model.is_beyond(role.layer)
         if (role.layer, role.part) in parts:
             raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
@@ -167,6 +195,8 @@ def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int
         "query_heads": model.query_heads,
         "gated_queries": 2 * model.query_heads * model.head_dim,
     }
+    if RANK in role.shape and len(tensor.shape) == len(role.shape):
+        lengths[RANK] = tensor.shape[role.shape.index(RANK)]
     expected_shape = tuple(
         lengths.get(symbol) or sum(_heads(letter, model) for letter in symbol) * model.head_dim for symbol in role.shape
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvsurgery.checkpoint.journal import JOURNAL, PART, recorded_fingerprint
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.side_files import walk
-from kvsurgery.checkpoint.source import CONFIG
+from kvsurgery.checkpoint.source import ADAPTER_CONFIG, CONFIG
 from kvsurgery.errors import OutputError
 
 LISTED = 5  # files that a refusal names
@@ -35,7 +35,9 @@ def remove_conversion(folder: Path, fingerprint: Mapping[str, str]) -> None:
 
 def _remove(folder: Path, names: Sequence[str]) -> None:
     # without its config no half of it loads; what tells whose files these are goes last
-    for name in sorted(names, key=lambda name: (name != CONFIG, name == PROVENANCE, name == JOURNAL)):
+    for name in sorted(
+        names, key=lambda name: (name not in (CONFIG, ADAPTER_CONFIG), name == PROVENANCE, name == JOURNAL)
+    ):
         os.unlink(folder / name)
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir()

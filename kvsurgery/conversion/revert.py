@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from kvsurgery.checkpoint.files import check_link, file_status
 from kvsurgery.checkpoint.journal import JOURNAL
-from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
+from kvsurgery.checkpoint.source import INDEX
 from kvsurgery.conversion.converted import Converted, open_converted
 from kvsurgery.conversion.engine import JOBS
 from kvsurgery.conversion.output import Output, reserved
@@ -48,7 +48,7 @@ class RevertReport:
 def revert(
     folder: str | Path, out: str | Path, *, jobs: int = JOBS, progress: Callable[[int], None] | None = None
 ) -> RevertReport:
-    """Write the original checkpoint of a converted one. A run that was interrupted goes on when it is repeated.
+    """Write the original of a converted checkpoint or adapter. A run that was interrupted goes on when it is repeated.
 
     Raises:
         CheckpointError: `folder` is not a converted checkpoint, or its provenance is damaged.
@@ -72,7 +72,7 @@ def revert(
     with reserved(out, folder):
         if _already_done(converted, out, jobs):
             return replace(report, already_done=True, seconds=time.monotonic() - start)
-        output = Output.open(out, size, _fingerprint(converted))
+        output = Output.open(out, size, _fingerprint(converted), last=converted.config_file)
         try:
             with output:
                 _write(output, converted, jobs, progress)
@@ -89,13 +89,13 @@ def _write(output: Output, converted: Converted, jobs: int, progress: Callable[[
         if name != INDEX:
             _copy(output, converted, name)
     for name, content in provenance.originals.items():
-        if name != CONFIG:
+        if name != converted.config_file:
             output.write(name, content)
     for shard in converted.shards:
         output.shard(shard, converted.moves, inverse=True, expected=provenance.tensors, jobs=jobs, progress=progress)
     if INDEX in provenance.copied:
         _copy(output, converted, INDEX)
-    output.write(CONFIG, provenance.originals[CONFIG])
+    output.write(converted.config_file, provenance.originals[converted.config_file])
 
 
 def _copy(output: Output, converted: Converted, name: str) -> None:
@@ -106,10 +106,10 @@ def _copy(output: Output, converted: Converted, name: str) -> None:
 
 def _already_done(converted: Converted, out: Path, jobs: int) -> bool:
     """Whether `out` is the original, comparing every byte."""
-    if (out / JOURNAL).exists() or not (out / CONFIG).exists():
+    if (out / JOURNAL).exists() or not (out / converted.config_file).exists():
         return False
     try:
-        original = Checkpoint.open(out)
+        original = converted.open_original(out)
         check_source_files(converted, original)
         check_source_tensors(converted, original, jobs)
     except KVSurgeryError:

@@ -14,7 +14,7 @@ from kvsurgery.checkpoint.headers import changed_headers
 from kvsurgery.checkpoint.model_code import saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, is_editable
 from kvsurgery.checkpoint.side_files import file_hash, walk
-from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.checkpoint.source import CONFIG, Checkpoint
 from kvsurgery.conversion.converted import Converted, open_converted, read_provenance
 from kvsurgery.conversion.engine import JOBS, move_bytes
 from kvsurgery.conversion.plan import check_complete, unmoved
@@ -51,7 +51,7 @@ def verify(
     jobs: int = JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Check a converted checkpoint against its provenance, and against its source if that is given.
+    """Check a converted checkpoint or adapter against its provenance, and against its source if that is given.
 
     Files come before weights, and headers before tensors, so that most damage is found early.
 
@@ -70,8 +70,9 @@ def verify(
     recorded_names = {PROVENANCE, *recorded_files, *provenance.headers}
     unrecorded = tuple(name for name in walk(folder) if name not in recorded_names and not name.startswith("."))
     converted = open_converted(folder)
-    check_complete(str(folder), converted.model, converted.moves)
-    original = None if source is None else Checkpoint.open(source)
+    if converted.config_file == CONFIG:
+        check_complete(str(folder), converted.model, converted.moves)
+    original = None if source is None else converted.open_original(source)
     if original is not None:
         if (original.folder / PROVENANCE).exists():
             raise CheckpointError(f"{source} is a converted checkpoint; give the original that {folder} was made of")

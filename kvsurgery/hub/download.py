@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from kvsurgery.checkpoint.headers import MAX_HEADER_BYTES
 from kvsurgery.checkpoint.side_code import SIDE_CONFIGS
 from kvsurgery.checkpoint.side_files import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS, matches
-from kvsurgery.checkpoint.source import CONFIG, INDEX, SINGLE
+from kvsurgery.checkpoint.source import ADAPTER_CONFIG, CONFIG, INDEX, SINGLE
 from kvsurgery.errors import HubError, KVSurgeryError
 from kvsurgery.hub.errors import explained, no_such_folder
 from kvsurgery.hub.ranges import RemoteFile
@@ -50,8 +50,8 @@ class RemoteCheckpoint:
         return [name for name in self.files if name in shards or name == INDEX or _is_side_file(name)]
 
 
-def fetch_config(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
-    """Fetch config.json alone.
+def fetch_config(repo_id: str, revision: str | None = None, name: str = CONFIG) -> tuple[Path, str]:
+    """Fetch config.json, or another small file, alone.
 
     Returns:
         Its folder in the Hub's cache, and the commit. Asked for by branch or tag, it is found again offline.
@@ -62,8 +62,21 @@ def fetch_config(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
     with no_such_folder(repo_id), explained(repo_id, revision):
         if not constants.HF_HUB_OFFLINE:
             HfApi().model_info(repo_id, revision=revision)  # fails at once, where a download retries for 23 s
-        folder = Path(hf_hub_download(repo_id, CONFIG, revision=revision)).parent
+        folder = Path(hf_hub_download(repo_id, name, revision=revision)).parent
     return folder, folder.name
+
+
+def fetch_adapter(repo_id: str, revision: str | None = None) -> Path:
+    """Download an adapter into the Hub's cache, without pickles and what a training leaves behind.
+
+    Raises:
+        HubError: it cannot be had; the line says why and what to do.
+    """
+    folder, commit = fetch_config(repo_id, revision, ADAPTER_CONFIG)
+    left_out = [pattern for pattern in LEFT_OUT if pattern != "*.safetensors"]
+    with explained(repo_id, revision):
+        snapshot_download(repo_id, revision=commit, ignore_patterns=[*left_out, *(f"{x}/*" for x in LEFT_OUT_FOLDERS)])
+    return folder
 
 
 @contextmanager

@@ -32,6 +32,12 @@ def checked_layout(vllm_config: Any) -> KVLayout:
             "--kv-cache-dtype says, here %s. On a GPU, --kv-cache-dtype fp8 stores 8 bits.",
             vllm_config.cache_config.cache_dtype,
         )
+    if vllm_config.lora_config is not None:
+        logger.warning_once(
+            "kvsurgery: only LoRA adapters with this checkpoint's order of heads give right answers: those trained on "
+            "it, and those that `kvsurgery convert --adapter ADAPTER --for CHECKPOINT` makes. vLLM does not tell them "
+            "from the original's"
+        )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         logger.warning_once(
             "kvsurgery: without vLLM's hybrid KV cache manager streaming heads compute what they should, but nothing "
@@ -45,11 +51,6 @@ def _check_settings(vllm_config: Any) -> None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if vllm_config.kv_transfer_config is not None:
         raise ValueError("kvsurgery: KV connectors and KV offloading do not know sink tokens; leave them off")
-    if vllm_config.lora_config is not None:
-        raise ValueError(
-            "kvsurgery: LoRA is refused: adapters made for the original model expect its order of heads; merge the "
-            "adapter into the original and convert the result"
-        )
     model = vllm_config.model_config
     if has_bidirectional_images(model.hf_config) and not model.multimodal_config.language_model_only:
         raise ValueError(

@@ -60,7 +60,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_of_the_original_are_refused(mixed, of_original, checkpoint, way):
-    with pytest.raises(ValueError, match=r"'default' was trained on \S+llama-stock, .* merge it into the original"):
+    with pytest.raises(ValueError, match=r"'default' was trained on \S+llama-stock, .* convert it"):
         WAYS[way](mixed("llama").load(), of_original[0])
 
 

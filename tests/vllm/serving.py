@@ -102,9 +102,10 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
 def generate(llm: LLM, rows: Sequence[list[int] | dict[str, Any]], new: int = 24, **sampling: Any) -> Generated:
     """New tokens of each prompt, greedily by default; a prompt is its tokens, or what vLLM takes instead."""
     defaults = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "logprobs": NEAR}
+    request = sampling.pop("lora_request", None)
     parameters = SamplingParams(**{**defaults, **sampling})
     asked = [row if isinstance(row, dict) else {"prompt_token_ids": row} for row in rows]
-    results = llm.generate(asked, parameters, use_tqdm=False)
+    results = llm.generate(asked, parameters, use_tqdm=False, lora_request=request)
     outputs = [result.outputs[0] for result in results]
     return [
         ([*output.token_ids], [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs])

@@ -56,7 +56,6 @@ REFUSED = {
     ),
     "reform": (settings({"reform": {}}), "REFORM; use transformers"),
     "connector": (settings(kv_transfer_config=object()), "KV connectors"),
-    "lora": (settings(lora_config=object()), "LoRA is refused"),
     "eagle": (settings(speculative_config=SimpleNamespace(method="eagle")), "eagle is refused; use ngram"),
     "context": (settings(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
     "pipeline": (settings(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
@@ -116,6 +115,16 @@ def test_a_quantized_cache_is_announced_as_not_applied(monkeypatch: pytest.Monke
     assert len(lines) == 1
     assert "quantized KV cache" in lines[0]
     assert "--kv-cache-dtype" in lines[0]
+
+
+def test_adapters_are_served_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsurgery.vllm import limits
+
+    lines = []
+    monkeypatch.setattr(limits.logger, "warning_once", lambda line, *values: lines.append(line % values))
+    checked_layout(settings(lora_config=object()))
+    assert len(lines) == 1
+    assert "convert --adapter" in lines[0]
 
 
 def test_supported_versions() -> None:
