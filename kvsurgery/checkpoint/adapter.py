@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.checkpoint.family import LAYER, Family
+from kvsurgery.checkpoint.family import LAYER
 from kvsurgery.checkpoint.files import check_link
-from kvsurgery.checkpoint.headers import read_shard
+from kvsurgery.checkpoint.headers import Tensor, read_shard
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.provenance import PROVENANCE
-from kvsurgery.checkpoint.role import RANK, Role
+from kvsurgery.checkpoint.role import OTHER, Role
 from kvsurgery.checkpoint.side_files import survey
 from kvsurgery.checkpoint.source import ADAPTER_CONFIG, CONFIG, Checkpoint, read_json
 from kvsurgery.errors import CheckpointError, UnsupportedModel
@@ -76,13 +77,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / ADAPTER_CONFIG)[0]
 
 
-def adapter_role(family: Family, tensor: str) -> Role:
+def adapter_role(model: Model, tensor: Tensor) -> Role:
     """The role of an adapter's tensor: that of the axes that it shares with the weight of its module.
 
     Raises:
         UnsupportedModel: it is in attention, and what it is there is not known.
     """
-    name = tensor.removeprefix(PREFIX).replace(".base_layer.", ".")
+    family = model.family
+    name = tensor.name.removeprefix(PREFIX).replace(".base_layer.", ".")
     suffix = next((suffix for suffix in LORA if name.endswith(suffix)), None)
     weight = name if suffix is None else f"{name.removesuffix(suffix)}.weight"
     try:
@@ -93,12 +95,12 @@ def adapter_role(family: Family, tensor: str) -> Role:
         is_outside = f".{ATTENTION}" not in f".{stem}" and (match or "layers." not in stem)
         if not is_outside:
             raise UnsupportedModel(
-                f"tensor {tensor!r} of the adapter is not known in family {family.name}; {MERGE}"
+                f"tensor {tensor.name!r} of the adapter is not known in family {family.name}; {MERGE}"
             ) from error
         return Role(int(match[1]) if match else None, name)
     if suffix is None or not role.shape:
         return Role(role.layer, name, role.shape)
-    shape = tuple(RANK if axis is None else role.shape[axis] for axis in LORA[suffix])
+    shape = tuple(OTHER if axis is None else role.shape[axis] for axis in LORA[suffix])
     return Role(role.layer, name, shape)
 
 

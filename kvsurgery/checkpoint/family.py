@@ -254,6 +254,5 @@ def _read(kind: type[Kind], path: Path) -> Kind:
 
 _NOT_CAUSAL = "there is no KV cache without causal attention"
 _ALWAYS_REFUSED = {
-    "quantization_config": "its weights are quantized; give the original 16- or 32-bit checkpoint",
     "use_bidirectional_attention": _NOT_CAUSAL,
 }

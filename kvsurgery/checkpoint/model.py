@@ -9,8 +9,11 @@ from typing import Any
 
 from kvsurgery.checkpoint.experts import EXPERTS
 from kvsurgery.checkpoint.family import load_family, load_module, supported
+from kvsurgery.checkpoint.headers import Tensor
 from kvsurgery.checkpoint.model_attention import ModelAttention
 from kvsurgery.checkpoint.patch import Experts, Module
+from kvsurgery.checkpoint.quantization import Quantization
+from kvsurgery.checkpoint.role import Role
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.templates.kv_layout import text_config
 
@@ -21,7 +24,9 @@ TIED = "tie_word_embeddings"
 
 @dataclass(frozen=True, eq=False)
 class Model(ModelAttention):
-    """A stock model: its attention, and which tensors its checkpoint has."""
+    """A stock model: its attention, which tensors its checkpoint has, and how these are quantized, if they are."""
+
+    quantization: Quantization | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Model:
@@ -29,7 +34,7 @@ class Model(ModelAttention):
 
         Raises:
             UnsupportedModel: no patch for this `model_type`, an already converted model, or a trait that surgery
-                does not cover, such as quantized weights.
+                does not cover, such as an unknown layout of quantized weights.
         """
         text = text_config(config)
         name = config.get("model_type")
@@ -45,7 +50,17 @@ class Model(ModelAttention):
                 f"{', '.join(dict.fromkeys(family.classes.values()))}"
             )
         family.refuse(config)
-        return cls(family.with_text(text) if family.text else family, config)
+        return cls(family.with_text(text) if family.text else family, config, Quantization.of(config))
+
+    def role(self, tensor: Tensor) -> Role:
+        """The role of a tensor.
+
+        Raises:
+            UnsupportedModel: the model has no tensor of this name.
+        """
+        if self.quantization is None:
+            return self.family.role(tensor.name)
+        return self.quantization.role(self.family, tensor)
 
     def is_beyond(self, layer: int | None) -> bool:
         """Whether a layer follows the model's last one and is copied: it predicts further tokens.
@@ -85,7 +100,8 @@ class Model(ModelAttention):
         Raises:
             UnsupportedModel: a tensor is unknown, or a number in the config is no sensible one.
         """
-        roles = {tensor: self.family.role(tensor) for tensor in tensors}
+        names = tensors if self.quantization is None else self.quantization.plain_names(tensors)
+        roles = {name: self.family.role(name) for name in names}
         parts = {(role.layer, role.part) for role in roles.values()}
         prefix = next((name.partition("layers.")[0] for name, role in roles.items() if role.layer is not None), "")
         outer_prefix = next(filter(prefix.startswith, ("language_model.", "model.")), "")

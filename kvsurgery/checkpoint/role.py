@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
-# symbols of lengths that no head lies along; a rank may be any number
-HIDDEN, RANK = "hidden", "rank"
+# symbols of lengths that no head lies along; all but the first may be any number
+HIDDEN, OTHER = "hidden", "other"
+# dtypes of weights that are not quantized
+ATTENTION_DTYPES = ("F16", "BF16", "F32", "F64")
 
 
 @dataclass(frozen=True)
@@ -15,15 +18,17 @@ class Role:
     Attributes:
         layer: its layer, None outside the layers.
         part: its name inside the layer or the model.
-        shape: symbols (`hidden`, `rank`, `query_heads`, `gated_queries`, or letters of heads) of a tensor with heads;
+        shape: symbols (`hidden`, `other`, `query_heads`, `gated_queries`, or letters of heads) of a tensor with heads;
             empty where any shape will do.
+        per: of quantized weights, how many rows, columns or heads' numbers lie in one element along each axis.
     """
 
     layer: int | None
     part: str
     shape: tuple[str, ...] = ()
+    per: tuple[Fraction, ...] = ()
 
     @property
     def axis(self) -> int | None:
         """The axis along which heads lie: 0 rows, 1 columns; None for a tensor that is copied."""
-        return next((axis for axis, symbol in enumerate(self.shape) if symbol not in (HIDDEN, RANK)), None)
+        return next((axis for axis, symbol in enumerate(self.shape) if symbol not in (HIDDEN, OTHER)), None)

@@ -158,7 +158,7 @@ def convert(
     from kvsurgery.conversion.replacing import removable_names
     from kvsurgery.display import console
     from kvsurgery.emit.card import UNCHECKED
-    from kvsurgery.emit.config import auto_class
+    from kvsurgery.emit.loading import loading_lines
     from kvsurgery.system.files import check_folder
 
     if adapter is not None or adapted is not None:
@@ -226,9 +226,8 @@ def convert(
     write_recipe(prepared.policy.recipe, save_recipe)
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}")
-    auto = auto_class(prepared.emitted.config)
-    load_call = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
-    console.stderr.print(f"Load it with: {load_call}")
+    for line in loading_lines(prepared.emitted.config, out):
+        console.stderr.print(line)
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsurgery.checkpoint.adapter import ADAPTER_WEIGHTS, BASE_CONFIG, adapter_role, open_adapter
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.fingerprint import SAMPLED_BYTES, fingerprint
 from kvsurgery.checkpoint.headers import Read, Shard, Tensor, changed_headers, read_shard
 from kvsurgery.checkpoint.model import Model
@@ -98,7 +97,7 @@ def open_converted(folder: Path) -> Converted:
         config = provenance.options[BASE_CONFIG] if is_adapter else json.loads(provenance.originals[CONFIG])
         model = Model.of(config)
         tensors = (tensor for shard in shards for tensor in shard.tensors)
-        moves = plan_moves(tensors, model, provenance.permutation, adapter_role if is_adapter else Family.role)
+        moves = plan_moves(tensors, model, provenance.permutation, adapter_role if is_adapter else Model.role)
     except (KVSurgeryError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{folder / PROVENANCE} is damaged: {error}") from error
     return Converted(folder, provenance, model, shards, moves, ADAPTER_CONFIG if is_adapter else CONFIG)

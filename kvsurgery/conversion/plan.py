@@ -8,22 +8,21 @@ columns in blocks of group x head_dim. Where a query head has a gate, the gate's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from fractions import Fraction
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import Tensor
 from kvsurgery.checkpoint.model import LM_HEAD, TIED, Model
-from kvsurgery.checkpoint.role import RANK, Role
+from kvsurgery.checkpoint.quantization import ORIGINAL
+from kvsurgery.checkpoint.role import ATTENTION_DTYPES, HIDDEN, OTHER, Role
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.policy.policy import Policy
 
-# other dtypes come with scales, whose layout is not known here
-ATTENTION_DTYPES = ("F16", "BF16", "F32", "F64")
 MAX_MISSING = 1000  # tensors that are counted, where a checkpoint is not complete
 
 
@@ -111,6 +110,8 @@ def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = N
     """
     model = checkpoint.model
     moves = plan_moves(checkpoint.tensors, model, policy.orders)
+    if model.quantization is not None:
+        model.quantization.check_complete(checkpoint.tensors)
     check_complete(checkpoint.name, model, moves)
     reason = {
         "family": model.family.name,
@@ -126,7 +127,7 @@ def plan_moves(
     tensors: Iterable[Tensor],
     model: Model,
     orders: Sequence[Sequence[int]],
-    role_of: Callable[[Family, str], Role] = Family.role,
+    role_of: Callable[[Model, Tensor], Role] = Model.role,
 ) -> dict[str, Move]:
     """The move of every tensor if the KV heads of layer l are put into the order `orders[l]`.
 
@@ -134,7 +135,7 @@ def plan_moves(
         tensors: which move.
         model: that they are of.
         orders: by layer, the source's KV head at each place.
-        role_of: the role of a tensor, by the family and its name.
+        role_of: the role of a tensor of the model, or of an adapter of it.
 
     Raises:
         UnsupportedModel, CheckpointError, PolicyError: as `plan_surgery`.
@@ -145,10 +146,10 @@ def plan_moves(
     moves: dict[str, Move] = {}
     parts: set[tuple[int | None, str]] = set()
     for tensor in tensors:
-        role = role_of(model.family, tensor.name)
+        role = role_of(model, tensor)
         beyond_last = model.is_beyond(role.layer)
         if (role.layer, role.part) in parts:
-            raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
+            raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, under two names")
         parts.add((role.layer, role.part))
         if role.layer is None or role.axis is None or beyond_last:
             moves[tensor.name] = unmoved(tensor)
@@ -157,9 +158,7 @@ def plan_moves(
         else:
             dimensions = model.layer_dimensions[role.layer]
             _check_shape(tensor, role, dimensions, model.hidden)
-            moves[tensor.name] = _permute(
-                tensor, role.axis, role.shape[role.axis], dimensions, tuple(orders[role.layer])
-            )
+            moves[tensor.name] = _permute(tensor, role, role.axis, dimensions, tuple(orders[role.layer]))
     return moves
 
 
@@ -186,41 +185,53 @@ def check_complete(name: str, model: Model, tensors: Collection[str]) -> None:
 
 
 def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int) -> None:
-    if tensor.dtype not in ATTENTION_DTYPES:
+    if not role.per and tensor.dtype not in ATTENTION_DTYPES:
         raise UnsupportedModel(
-            f"{tensor.name!r} is {tensor.dtype}; conversion supports {', '.join(ATTENTION_DTYPES)} weights"
+            f"{tensor.name!r} is {tensor.dtype}; conversion supports {', '.join(ATTENTION_DTYPES)} weights, and those "
+            "whose quantization config.json describes"
         )
-    lengths = {
-        "hidden": hidden,
-        "query_heads": model.query_heads,
-        "gated_queries": 2 * model.query_heads * model.head_dim,
-    }
-    if RANK in role.shape and len(tensor.shape) == len(role.shape):
-        lengths[RANK] = tensor.shape[role.shape.index(RANK)]
-    expected_shape = tuple(
-        lengths.get(symbol) or sum(_heads(letter, model) for letter in symbol) * model.head_dim for symbol in role.shape
-    )
+    expected_shape = tuple(_lengths(tensor, role, model, hidden))
     if tensor.shape != expected_shape:
         raise CheckpointError(
             f"{tensor.name!r} has shape {list(tensor.shape)}, config.json implies {list(expected_shape)}"
         )
 
 
-def _heads(letter: str, model: ModelDimensions) -> int:
-    return model.query_heads if letter == "q" else model.kv_heads
+def _lengths(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int) -> Iterator[int]:
+    """The lengths of a tensor's axes, as the config implies them; of axes that it says nothing of, those that are."""
+    for symbol, per, length in zip_longest(role.shape, role.per, tensor.shape):
+        if symbol == OTHER:
+            yield length
+        elif symbol is not None:
+            count = hidden if symbol == HIDDEN else sum(_head_lengths(symbol, model)) * model.kv_heads
+            yield math.ceil(count / (per or 1))
 
 
-def _permute(tensor: Tensor, axis: int, letters: str, model: ModelDimensions, order: tuple[int, ...]) -> Move:
+def _head_lengths(symbol: str, model: ModelDimensions) -> list[int]:
+    """How many rows or columns move with a KV head, where heads lie along an axis: for each letter of the symbol."""
+    group = model.query_heads // model.kv_heads
+    if symbol == "query_heads":
+        return [group]
+    if symbol == "gated_queries":
+        return [2 * group * model.head_dim]
+    return [model.head_dim * (group if letter == "q" else 1) for letter in symbol]
+
+
+def _permute(tensor: Tensor, role: Role, axis: int, model: ModelDimensions, order: tuple[int, ...]) -> Move:
     if order == tuple(range(model.kv_heads)):
         return unmoved(tensor)
-    # bytes of one head: head_dim rows, or head_dim elements of every row; or a row for each; or its gate's rows too
-    rows = {"query_heads": 1, "gated_queries": 2 * model.head_dim}.get(letters)
-    head = tensor.size // math.prod(tensor.shape[: axis + 1]) * (rows or model.head_dim)
-    if rows:
-        letters = "q"
-    blocks = [head * _heads(letter, model) // model.kv_heads for letter in letters]
-    if axis == 1:
-        return Move((Run(0, 0, tensor.size),), ColumnShuffle(blocks[0], order))
+    per = role.per[axis] if role.per else Fraction(1)
+    element = tensor.size // math.prod(tensor.shape[: axis + 1])  # bytes of all that lies at one place of the axis
+    blocks: list[int] = []
+    for length in _head_lengths(role.shape[axis], model):
+        if length % per:
+            raise UnsupportedModel(
+                f"{tensor.name!r}: {length} rows or columns belong to a KV head, and {per} share an element, so heads "
+                f"cannot be moved without quantizing the weights again; {ORIGINAL}"
+            )
+        blocks.append(element * int(length / per))
+    if axis > 0:
+        return Move((Run(0, 0, tensor.size),), _column_shuffle(blocks, order))
     runs: list[Run] = []
     base = 0
     for block in blocks:
@@ -230,6 +241,18 @@ def _permute(tensor: Tensor, axis: int, letters: str, model: ModelDimensions, or
         runs += (Run(base + source * block, base + place * block, block) for source, place in enumerate(places))
         base += block * len(order)
     return Move(_coalesce(runs))
+
+
+def _column_shuffle(blocks: Sequence[int], order: Sequence[int]) -> ColumnShuffle:
+    """The shuffle of rows in which each KV head has a block of each kind, of so many bytes; kinds stay in order."""
+    unit = math.gcd(*blocks)
+    places: list[int] = []
+    base = 0
+    for block in blocks:
+        count = block // unit
+        places += (base + source * count + index for source in order for index in range(count))
+        base += count * len(order)
+    return ColumnShuffle(unit, tuple(places))
 
 
 def unmoved(tensor: Tensor) -> Move:

@@ -10,6 +10,7 @@ from hashlib import sha256
 from typing import Any
 
 from kvsurgery.checkpoint.dtype import ITEMSIZES, config_dtype
+from kvsurgery.checkpoint.quantization import Quantization
 from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.emit.config import auto_class
 from kvsurgery.heads.kinds import OTHERS, unquantized
@@ -105,6 +106,7 @@ def model_card(
     auto = auto_class(config)
     side_code = side_code or SideCode({}, ())
     layers = policy.layout.layers
+    weights = Quantization.of(config)
     template = template_environment().get_template("model_card.md.jinja")
     return template.render(
         auto_class=auto,
@@ -131,6 +133,7 @@ def model_card(
         sharing_layers=sum(layer.source is not None for layer in policy.layers),
         unquantized=[kind.heads for kind in unquantized(policy.layout)],
         version=__version__,
+        weights=weights and weights.layout,
     )
 
 

@@ -80,7 +80,7 @@ class Footprint:
         tensors = [
             tensor
             for tensor in checkpoint.tensors
-            if not (is_tied and tensor.name == "lm_head.weight") and not model.is_beyond(family.role(tensor.name).layer)
+            if not (is_tied and tensor.name == "lm_head.weight") and not model.is_beyond(model.role(tensor).layer)
         ]
         is_fused = any(tensor.name.endswith("mlp.gate_up_proj.weight") for tensor in tensors)
         itemsize = ITEMSIZES[loading_dtype(checkpoint.config, checkpoint.shards)]
@@ -108,7 +108,7 @@ class Footprint:
         sliding = _shared(model.sliding_dimensions, share)
         return cls(
             full,
-            sum(_held_bytes(tensor, family.role(tensor.name), processes, itemsize) for tensor in tensors),
+            sum(_held_bytes(tensor, model.role(tensor), processes, itemsize) for tensor in tensors),
             itemsize,
             hidden,
             inner,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvsurgery.checkpoint.quantization import KEY
 from kvsurgery.heads.lengths import lengths_of
 from kvsurgery.templates.kv_layout import KVLayout, setting
 from kvsurgery.vllm import ARCHITECTURES
@@ -123,6 +124,12 @@ def servable_layout(config: Any) -> KVLayout:
             )
     if any(layer.budgets for layer in layout.layers):
         raise ValueError("vLLM cannot serve budgeted heads; use transformers with trust_remote_code=True")
+    weights = setting(config, KEY) or {}
+    if weights.get("kv_cache_scheme") or weights.get("kv_cache_quant_algo"):
+        raise ValueError(
+            f"vLLM would quantize the KV cache with scales that split heads do not have; remove these from {KEY} "
+            "of the original, or use transformers with trust_remote_code=True"
+        )
     section: Mapping[str, Any] = setting(config, "kv_surgery")
     if "reform" in section:
         raise ValueError("vLLM cannot read prompts by REFORM; use transformers with trust_remote_code=True")

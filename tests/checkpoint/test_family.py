@@ -192,7 +192,7 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
         ({"model_type": ["llama"]}, "not supported"),
         ({"model_type": "../llama"}, "not supported"),
         ({"model_type": "llama", "kv_surgery": {"version": 2}}, "revert"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}, "quantized by .hqq"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal"),
         ({"model_type": "qwen2", "use_bidirectional_attention": True}, "causal"),
         ({"model_type": "qwen2", "is_causal": False}, "is_causal False"),

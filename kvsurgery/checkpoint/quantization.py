@@ -1,0 +1,267 @@
+"""Quantized weights: which tensors hold a module's weight in a layout, and where the heads lie along their axes.
+
+A file in `patches/quantization/` describes one layout. `weight` is what the name of the codes ends with, in place of
+`plain`, and `beside` lists what a module with codes has too. In `tensors`, the axes of each tensor follow: those of the
+`outputs` and the `inputs` of the weight, or `other`; after a slash stands how many of them lie in one element. A
+tensor without axes is copied. `packages` are those that transformers needs to load the layout; where `transformers` is
+false, it loads something else.
+
+Nothing is quantized again: whole elements move, so heads whose weights do not fill whole elements cannot.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.headers import Tensor
+from kvsurgery.checkpoint.patch import Table
+from kvsurgery.checkpoint.role import ATTENTION_DTYPES, OTHER, Role
+from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel, short
+from kvsurgery.system.resources import PATCHES
+from kvsurgery.system.typed_toml import read_table
+
+FOLDER = PATCHES / "quantization"
+KEY = "quantization_config"
+ORIGINAL = "give the 16-bit original"
+AXES = {"outputs": 0, "inputs": 1}
+INTEGER = 32  # bits of the integers that codes are packed into
+# what the kinds of algorithms of ModelOpt are called here
+MODELOPT = {"FP8": "modelopt-fp8", "NVFP4": "modelopt-nvfp4"}
+
+
+@dataclass(frozen=True)
+class Layout(Table):
+    """A file of `patches/quantization/`, described in this module."""
+
+    title: str
+    weight: str
+    beside: tuple[str, ...]
+    tensors: Mapping[str, tuple[str, ...]]
+    plain: str = ".weight"
+    packages: tuple[str, ...] = ()
+    transformers: bool = True
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the weights of one checkpoint are quantized.
+
+    Attributes:
+        layout: its layout.
+        numbers: by what follows a slash in the layout, how many outputs or inputs lie in one element; where it is None,
+            all of them do.
+        stores_kv_scales: whether scales for a KV cache in 8 bits are stored beside the weights.
+    """
+
+    layout: Layout
+    numbers: Mapping[str, Fraction | None]
+    stores_kv_scales: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Quantization | None:
+        """The quantization that a config.json describes, None where it describes none.
+
+        Raises:
+            UnsupportedModel: a layout that is not known here, or cannot be reordered.
+            CheckpointError: a setting is missing or makes no sense.
+        """
+        settings = config.get(KEY)
+        if settings is None:
+            return None
+        if not isinstance(settings, Mapping):
+            raise CheckpointError(f"config.json: {KEY} should be an object, not {short(settings)}")
+        method = settings.get("quant_method")
+        reader = _READERS.get(method) if isinstance(method, str) else None
+        if reader is None:
+            raise UnsupportedModel(
+                f"its weights are quantized by {short(method)}; converted are {', '.join(_READERS)}; {ORIGINAL}"
+            )
+        name, numbers = reader(settings)
+        kv = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
+        return cls(load_layout(name), numbers, kv is not None)
+
+    def role(self, family: Family, tensor: Tensor) -> Role:
+        """The role of a tensor.
+
+        Raises:
+            UnsupportedModel: the family has no tensor of this name in this layout.
+        """
+        suffix = self._suffix(tensor.name)
+        if suffix is None or (suffix == self.layout.plain and tensor.dtype in ATTENTION_DTYPES):
+            return family.role(tensor.name)
+        weight = tensor.name.removesuffix(suffix) + self.layout.plain
+        role = family.role(weight)
+        part = role.part if suffix == self.layout.weight else role.part.removesuffix(self.layout.plain) + suffix
+        axes = self.layout.tensors[suffix]
+        if len(role.shape) != 2 or not axes:
+            return Role(role.layer, part)
+        shape: list[str] = []
+        per: list[Fraction] = []
+        for axis in axes:
+            name, _, unit = axis.partition("/")
+            number = self.numbers[unit] if unit else Fraction(1)
+            shape.append(OTHER if name == OTHER or number is None else role.shape[AXES[name]])
+            per.append(number or Fraction(1))
+        return Role(role.layer, part, tuple(shape), tuple(per))
+
+    def plain_names(self, tensors: Iterable[str]) -> list[str]:
+        """The names of tensors of the layout as those of the weights that they stand for, without what lies beside."""
+        names: list[str] = []
+        for name in tensors:
+            suffix = self._suffix(name)
+            if suffix == self.layout.weight:
+                names.append(name.removesuffix(suffix) + self.layout.plain)
+            elif suffix is None:
+                names.append(name)
+        return names
+
+    def check_complete(self, tensors: Iterable[Tensor]) -> None:
+        """Check that each module with codes has what these are to be multiplied with.
+
+        Raises:
+            CheckpointError: it lacks a tensor.
+        """
+        dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+        for name, dtype in dtypes.items():
+            if self._suffix(name) != self.layout.weight or dtype in ATTENTION_DTYPES:
+                continue
+            for suffix in self.layout.beside:
+                needed = name.removesuffix(self.layout.weight) + suffix
+                if needed not in dtypes:
+                    raise CheckpointError(f"{needed} is missing, and {name} is {dtype}; is the checkpoint complete?")
+
+    def _suffix(self, name: str) -> str | None:
+        """What the name of a tensor of the layout ends with."""
+        return next((suffix for suffix in sorted(self.layout.tensors, key=len)[::-1] if name.endswith(suffix)), None)
+
+
+@cache
+def load_layout(name: str) -> Layout:
+    """A layout by the name of its file."""
+    path = FOLDER / f"{name}.toml"
+    try:
+        return read_table(Layout, tomllib.loads(path.read_text(encoding="utf-8")))
+    except (PolicyError, tomllib.TOMLDecodeError) as error:
+        raise UnsupportedModel(f"{path}: {error}") from error
+
+
+def _fp8(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
+    block = settings.get("weight_block_size")
+    if block is None:
+        return "fp8-tensor", {}
+    return "fp8-block", _block(block, "weight_block_size")
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
+    for name in ("transform_config", "sparsity_config"):
+        if settings.get(name):
+            raise UnsupportedModel(f"config.json: {KEY} has {name}, which is not converted; {ORIGINAL}")
+    if settings.get("quantization_status", "compressed") != "compressed":
+        raise UnsupportedModel(
+            f"config.json: {KEY} has the status {short(settings['quantization_status'])}; compress the checkpoint first"
+        )
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"config.json: {KEY} has no config_groups")
+    kinds = {_scheme(group) for group in groups.values()}
+    if len(kinds) > 1:
+        raise UnsupportedModel(f"config.json: {KEY} has config_groups of several layouts; {ORIGINAL}")
+    [(name, bits, is_float, size, block)] = kinds
+    numbers: dict[str, Fraction | None] = {"packed": Fraction(8 if is_float else INTEGER, bits)}
+    if name == "block":
+        numbers |= _block(block, "block_structure")
+    if name in ("group", "act-order"):
+        numbers["group"] = _group(size)
+    return f"compressed-tensors-{name}", numbers
+
+
+def _scheme(group: Any) -> tuple[str, int, bool, Any, Any]:
+    """The layout, bits, whether codes are floats, group size and block of a config group of compressed-tensors."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"config.json: {KEY} has a config group without weights")
+    strategy = weights.get("strategy")
+    names = {"tensor": "tensor", "channel": "channel", "block": "block", "group": "group", "tensor_group": "group"}
+    if strategy not in names:
+        raise UnsupportedModel(f"config.json: {KEY} has the strategy {short(strategy)}; {ORIGINAL}")
+    bits = _number(weights, "num_bits")
+    name = names[strategy]
+    if name == "channel" and bits < 8:  # packed as groups are, with one group a row
+        return "group", bits, weights.get("type") == "float", -1, None
+    if name == "group" and weights.get("actorder") in ("group", True):
+        name = "act-order"
+    block = weights.get("block_structure")
+    return name, bits, weights.get("type") == "float", weights.get("group_size"), block and tuple(block)
+
+
+def _gptq(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
+    kind = settings.get("checkpoint_format", "gptq")
+    if kind not in ("gptq", "gptq_v2"):
+        raise UnsupportedModel(
+            f"its weights are in GPTQ's format {short(kind)}; converted are gptq and gptq_v2; {ORIGINAL}"
+        )
+    numbers = {"packed": Fraction(INTEGER, _number(settings, "bits")), "group": _group(settings.get("group_size"))}
+    return "gptq-act-order" if settings.get("desc_act") else "gptq", numbers
+
+
+def _awq(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
+    kind = str(settings.get("version", "gemm")).lower()
+    if kind != "gemm":
+        raise UnsupportedModel(f"its weights are in AWQ's version {short(kind)}; converted is gemm; {ORIGINAL}")
+    bits = settings.get("bits", settings.get("w_bit"))
+    if bits != 4:
+        raise UnsupportedModel(f"its weights are quantized by AWQ in {short(bits)} bits; converted are 4; {ORIGINAL}")
+    size = settings.get("group_size", settings.get("q_group_size"))
+    return "awq", {"packed": Fraction(INTEGER, 4), "group": _group(size)}
+
+
+def _modelopt(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
+    algorithm = settings.get("quant_algo")
+    if algorithm not in MODELOPT:
+        raise UnsupportedModel(
+            f"its weights are in ModelOpt's {short(algorithm)}; converted are {', '.join(MODELOPT)}; {ORIGINAL}"
+        )
+    return MODELOPT[algorithm], {"packed": Fraction(2), "group": _group(settings.get("group_size", 16))}
+
+
+def _mxfp4(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
+    return "mxfp4", {}
+
+
+_READERS = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
+}
+
+
+def _number(settings: Mapping[str, Any], name: str) -> int:
+    value = settings.get(name)
+    if type(value) is not int or not 1 <= value <= 8:
+        raise CheckpointError(f"config.json: {name} of {KEY} should be 1 to 8 bits, not {short(value)}")
+    return value
+
+
+def _group(size: Any) -> Fraction | None:
+    """Inputs of a group; None where all are in one."""
+    if size == -1:
+        return None
+    if type(size) is not int or not 1 <= size <= 1 << 20:
+        raise CheckpointError(f"config.json: group_size of {KEY} should be a number of inputs, not {short(size)}")
+    return Fraction(size)
+
+
+def _block(block: Any, name: str) -> dict[str, Fraction | None]:
+    sizes = list(block) if isinstance(block, list | tuple) else []
+    if len(sizes) != 2 or any(type(size) is not int or not 1 <= size <= 1 << 20 for size in sizes):
+        raise CheckpointError(f"config.json: {name} of {KEY} should be two numbers, not {short(block)}")
+    return dict(zip(("rows", "columns"), map(Fraction, sizes), strict=True))

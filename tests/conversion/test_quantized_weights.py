@@ -1,0 +1,199 @@
+"""Quantized weights are moved as they are: what they stand for is the permuted original's, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from kvsurgery.conversion.revert import revert
+from kvsurgery.conversion.verify import verify
+from kvsurgery.errors import CheckpointError, UnsupportedModel
+from tests.helpers.families import largest, make, tokens
+from tests.helpers.quantized import FORMATS, matrices, quantize
+from tests.helpers.surgery import Converted, convert_folder, random_profile
+
+# whole blocks of 128, groups and integers in each KV head
+QUERY, KV, DIM = 8, 4, 128
+LARGE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": QUERY,
+    "num_key_value_heads": KV,
+    "head_dim": DIM,
+}
+SMALL = LARGE | {"head_dim": 64}
+SCORES = np.float32([[0, 1, 0, 1], [1, 0, 0, 1]])  # so that heads move in both layers
+
+
+def convert_half(source: Path, out: Path, **options: Any) -> Converted:
+    return convert_folder(source, out, replace(random_profile(source), scores=SCORES), sparsity=0.5, **options)
+
+
+def moved(matrix: torch.Tensor, axis: int, heads: int, order: list[int]) -> torch.Tensor:
+    """A matrix whose KV heads, each with its share of these heads along an axis, stand in an order."""
+    blocks = matrix.unflatten(axis, (len(order), heads // len(order), -1))
+    return blocks.index_select(axis, torch.tensor(order)).flatten(axis, axis + 2)
+
+
+def expected(before: dict[str, torch.Tensor], orders: list[list[int]]) -> dict[str, torch.Tensor]:
+    result = dict(before)
+    for layer, order in enumerate(orders):
+        place = f"model.layers.{layer}.self_attn."
+        for name, axis, heads in (("q", 0, QUERY), ("k", 0, KV), ("v", 0, KV), ("o", 1, QUERY)):
+            if (key := f"{place}{name}_proj") in result:
+                result[key] = moved(result[key], axis, heads, order)
+            if (key := f"{place}{name}_proj.bias") in result and name != "o":
+                result[key] = moved(result[key], 0, heads, order)
+        if (key := f"{place}qkv_proj") in result:
+            parts = result[key].split([QUERY * DIM, KV * DIM, KV * DIM])
+            result[key] = torch.cat(
+                [moved(part, 0, count, order) for part, count in zip(parts, (QUERY, KV, KV), strict=True)]
+            )
+    return result
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor.float(), right[name].float()), name
+
+
+def provenance(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "kvsurgery.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "phi3"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_weights_stand_for_is_permuted(tmp_path: Path, name: str, family: str) -> None:
+    source = make(family, tmp_path / "source", **LARGE)
+    quantize(source, name)
+    out, back = tmp_path / "out", tmp_path / "back"
+    convert_half(source, out)
+    orders = provenance(out)["permutation"]
+    assert all(order != sorted(order) for order in orders)
+    assert_same(matrices(out, name), expected(matrices(source, name), orders))
+    verify(out, source)
+    revert(out, back)
+    for file in ("model.safetensors", "config.json"):
+        assert (back / file).read_bytes() == (source / file).read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"] == FORMATS[name].config
+
+
+def test_modules_that_are_not_quantized_stay_so(tmp_path: Path) -> None:
+    for name in ("fp8-block", "modelopt-nvfp4", "compressed-int4", "gptq-4"):
+        source = make("llama", tmp_path / name, **LARGE)
+        quantize(source, name, skipped=("lm_head", "layers.0.self_attn"))
+        convert_half(source, tmp_path / f"{name}-out")
+        before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / f"{name}-out"))
+        order = provenance(tmp_path / f"{name}-out")["permutation"][0]
+        key = "model.layers.0.self_attn.q_proj.weight"
+        assert torch.equal(after[key], moved(before[key], 0, QUERY, order))
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor"])
+def test_transformers_loads_them(tmp_path: Path, name: str) -> None:
+    source = make("llama", tmp_path / "source", **LARGE)
+    quantize(source, name)
+    converted = convert_half(source, tmp_path / "out", sink=50)
+    ids = tokens(1, 20)
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+        for options in ({}, {"trust_remote_code": True}):
+            model = AutoModelForCausalLM.from_pretrained(converted.folder, **options)
+            assert largest(model(ids).logits - wanted, wanted) < 0.02
+    config = json.loads((converted.folder / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+def test_published_gpt_oss(tmp_path: Path) -> None:
+    """Its experts are in MXFP4, and its attention is not quantized."""
+    source = make("gpt_oss", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        weights[f"{name}_blocks"] = torch.randint(256, (experts, outputs, -(-inputs // 32), 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(256, (experts, outputs, -(-inputs // 32)), dtype=torch.uint8)
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (source / "config.json").write_text(json.dumps(config))
+    converted = convert_folder(source, tmp_path / "out", sparsity=0.5)
+    after = load_file(converted.folder / "model.safetensors")
+    changed = {name for name in weights if not torch.equal(weights[name], after[name])}
+    assert changed
+    assert all("self_attn" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("fp8-block", SMALL),  # two KV heads in a block of 128 rows
+        ("compressed-int4", SMALL | {"num_attention_heads": 4, "head_dim": 32}),  # a head of 32 columns in groups of 64
+        ("gptq-4", SMALL | {"num_attention_heads": 4, "head_dim": 32}),
+        ("compressed-nvfp4", SMALL | {"num_attention_heads": 4, "head_dim": 24}),
+    ],
+)
+def test_heads_that_share_an_element_are_refused(tmp_path: Path, name: str, shape: dict[str, int]) -> None:
+    source = make("llama", tmp_path / "source", **shape)
+    quantize(source, name)
+    with pytest.raises(UnsupportedModel, match="share an element"):
+        convert_half(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def change(source: Path, settings: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:
+    """Change quantization_config, and tensors of the first query projection."""
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] |= settings or {}
+    (source / "config.json").write_text(json.dumps(config))
+    weights = load_file(source / "model.safetensors")
+    for suffix, tensor in tensors.items():
+        key = f"model.layers.0.self_attn.q_proj.{suffix}"
+        if tensor is None:
+            del weights[key]
+        else:
+            weights[key] = tensor
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+
+
+LIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "a scale is missing": ("fp8-block", {}, {"weight_scale_inv": None}, "q_proj.weight_scale_inv is missing"),
+    "zeros are missing": ("gptq-4", {}, {"qzeros": None}, "q_proj.qzeros is missing"),
+    "a scale of another shape": ("fp8-block", {}, {"weight_scale_inv": torch.ones(3, 2)}, "has shape"),
+    "codes of another width": ("gptq-4", {"bits": 8}, {}, "has shape"),
+    "another group size": ("awq", {"group_size": 32}, {}, "has shape"),
+    "two layouts": ("gptq-4", {}, {"weight": torch.zeros(1024, 256)}, "twice"),
+    "no codes": ("gptq-4", {}, {"qweight": None}, "q_proj.weight is missing"),
+    "an unknown method": ("awq", {"quant_method": "hqq"}, {}, "hqq"),
+    "marlin": ("gptq-4", {"checkpoint_format": "marlin"}, {}, "marlin"),
+    "gemv": ("awq", {"version": "gemv"}, {}, "gemv"),
+    "transforms": ("compressed-int4", {"transform_config": {"a": 1}}, {}, "transform_config"),
+    "a group without weights": ("compressed-int4", {"config_groups": {"a": {}}}, {}, "without weights"),
+    "no groups": ("compressed-int4", {"config_groups": []}, {}, "config_groups"),
+    "nonsense bits": ("gptq-4", {"bits": 0}, {}, "bits"),
+    "nonsense group": ("gptq-4", {"group_size": "all"}, {}, "group_size"),
+    "nonsense block": ("fp8-block", {"weight_block_size": [0, 128]}, {}, "weight_block_size"),
+    "an algorithm": ("modelopt-fp8", {"quant_algo": "FP8_PB_WO"}, {}, "FP8_PB_WO"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_are_refused_before_anything_is_written(tmp_path: Path, lie: str) -> None:
+    name, settings, tensors, named = LIES[lie]
+    source = make("llama", tmp_path / "source", **LARGE)
+    quantize(source, name)
+    change(source, settings, **tensors)
+    with pytest.raises((CheckpointError, UnsupportedModel), match=named) as caught:
+        convert_half(source, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
