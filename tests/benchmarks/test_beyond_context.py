@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,8 +19,10 @@ from trials import listing_prompts, prompts
 
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
+from tests.docs.pages import figures
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = "docs/results/long-prompts.md"
 FEW = ["full attention", "REFORM", "BM25 retrieval", "truncation"]
 NAMES = [*FEW, "H2O", "StreamingLLM", "InfiniPot", "InfLLM-like blocks"]
 
@@ -112,6 +116,11 @@ def test_a_list_counts_the_words_that_an_answer_holds(
     assert len(found["seconds"]) == 1
 
 
+def names(page: str) -> set[str]:
+    """The heads that a page names."""
+    return set(re.findall(r"\b[qkv]\d+\.\d+", (ROOT / page).read_text()))
+
+
 def heads_of(name: str) -> set[str]:
     """The embedding heads that REFORM had in a measurement."""
     found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
@@ -120,15 +129,12 @@ def heads_of(name: str) -> set[str]:
 
 def test_the_heads_are_those_that_the_docs_name() -> None:
     """Of the measurements, and of the profile that ships: which has another one, of about the same rank."""
-    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
-    assert "REFORM's heads, v3.2, v6.1, k8.1 and v14.2, were measured" in page
     assert heads_of("beyond-context") == heads_of("two-hops") == {"v3.2", "v6.1", "k8.1", "v14.2"}
     profile = HeadProfile.load(ROOT / "examples" / "smollm2" / "reform.safetensors")
-    assert "README.md#profiles), v3.2, v6.1, k7.0 and v14.2" in page
     assert heads_of("lists") == {*map(str, profile.embedding_heads)} == {"v3.2", "v6.1", "k7.0", "v14.2"}
-    readme = " ".join((ROOT / "examples" / "smollm2" / "README.md").read_text().split())
+    assert all(heads_of(name) <= names(PAGE) for name in ("beyond-context", "lists"))
     ranks = profile.ranking.mnr["pattern"]["k"]
-    assert f"mean ranks of {ranks[8, 1]:.4f} and {ranks[7, 0]:.4f} by these two" in readme
+    assert {f"{ranks[8, 1]:.4f}", f"{ranks[7, 0]:.4f}"} <= figures("examples/smollm2/README.md", "mean ranks")
 
 
 def test_the_table_has_a_share_for_each_length(tmp_path: Path) -> None:
@@ -156,21 +162,18 @@ def test_the_documents_say_what_was_measured() -> None:
         for length, samples in results.items()
         for name in NAMES[1:]
     }
-    said = " ".join((ROOT / "README.md").read_text().split())
     reform = right["64000", "REFORM"]
     assert reform > 0.9 * right["4000", "REFORM"]
-    others = f"BM25 {right['64000', 'BM25 retrieval']:.0%} and StreamingLLM {right['64000', 'StreamingLLM']:.0%}"
-    assert f"in 64,000 tokens, REFORM finds {reform:.0%} of the facts, {others}" in said
+    others = {f"{right['64000', name]:.0%}" for name in ("BM25 retrieval", "StreamingLLM")}
+    assert {"64,000", f"{reform:.0%}", *others} <= figures("README.md", "**Beyond the context**")
     assert right["64000", "H2O"] == right["64000", "StreamingLLM"]
-    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
     than_full = beyond_context.recalled(results["8000"], "REFORM", "full attention")
-    low, high = round(100 * than_full.low), round(100 * than_full.high)
-    assert f"than full attention does, by {100 * than_full.mean:.0f} percentage points [{low}, {high}]" in page
+    shown = {f"{100 * value:.0f}" for value in (than_full.mean, than_full.low, than_full.high)}
+    assert shown <= figures(PAGE, "**REFORM** finds")
     beyond = [sample for length in ("16000", "32000", "64000") for sample in results[length]]
     than_bm25 = beyond_context.recalled(beyond, "REFORM", "BM25 retrieval")
-    points = " ".join(f"{100 * value:.3g}" for value in (than_bm25.mean, than_bm25.low, than_bm25.high))
-    mean, low, high = points.split()
-    assert f"REFORM finds {mean} points [{low}, {high}] more" in page
+    shown = {f"{100 * value:.3g}" for value in (than_bm25.mean, than_bm25.low, than_bm25.high)}
+    assert shown <= figures(PAGE, "**BM25** finds")
 
 
 def test_several_facts_of_a_text_are_found_as_often_as_the_docs_say() -> None:
@@ -183,41 +186,31 @@ def test_several_facts_of_a_text_are_found_as_often_as_the_docs_say() -> None:
         ]
         return min(counts), max(counts)
 
-    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
-    (low, high), (least, most) = texts("REFORM", 3), texts("BM25 retrieval", 3)
-    assert f"at least three of the four in {low} to {high} of 25 texts, BM25 in {least} to {most}" in page
     assert {texts(name, 3) for name in ("H2O", "StreamingLLM", "InfiniPot")} == {(0, 0)}
-    (low, high), (least, most) = texts("REFORM", 4), texts("BM25 retrieval", 4)
-    assert f"REFORM finds all four in {low} or {high} texts, BM25 in {least} to {most}" in page
+    counts = [texts(name, facts) for name in ("REFORM", "BM25 retrieval") for facts in (3, 4)]
+    assert {str(count) for ends in counts for count in ends} <= figures(PAGE, "**Several facts of a text**")
 
 
 def test_lists_hold_as_many_words_as_the_docs_say() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "lists.json").read_text())
     results = found["results"]
-    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
     assert {len(samples) for samples in results.values()} == {found["texts"]} == {25}
     assert all({*FEW[1:]} <= {*sample} for samples in results.values() for sample in samples)
 
-    def ahead(name: str, other: str, *lengths: str) -> list[str]:
+    def ahead(name: str, other: str, *lengths: str) -> set[str]:
         words = beyond_context.recalled([sample for length in lengths for sample in results[length]], name, other)
-        return [f"{100 * value:.0f}" for value in (words.mean, words.low, words.high)]
+        return {f"{100 * value:.0f}" for value in (words.mean, words.low, words.high)}
 
-    mean, low, high = ahead("BM25 retrieval", "REFORM", "16000", "32000")
-    assert f"at 16,000 and 32,000 tokens together, BM25 lists {mean} points [{low}, {high}] more" in page
-    reform, bm25 = (
-        ["{} [{}, {}]".format(*ahead(name, "full attention", length)) for length in ("4000", "8000")]
-        for name in ("REFORM", "BM25 retrieval")
-    )
-    assert f"is ahead by {reform[0].replace(' [', ' points [')} and BM25 by {bm25[0]}, and in 8,000 by" in page
-    assert f"and in 8,000 by {reform[1]} and {bm25[1]}." in page
+    assert ahead("BM25 retrieval", "REFORM", "16000", "32000") <= figures(PAGE, "**REFORM and BM25**")
+    for name, length in itertools.product(("REFORM", "BM25 retrieval"), ("4000", "8000")):
+        assert ahead(name, "full attention", length) <= figures(PAGE, "**Full attention**")
 
 
 def test_two_hops_are_guessed_as_the_docs_say() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "two-hops.json").read_text())
     [(length, samples)] = found["results"].items()
     full = recalled_by_text(samples, "full attention")
-    page = " ".join((ROOT / "docs" / "results" / "long-prompts.md").read_text().split())
-    assert f"full attention answers {sum(full)} of {len(full)} questions in texts of {length} tokens" in page
+    assert {str(sum(full)), str(len(full)), length} <= figures(PAGE, "**Two hops**")
     around = beyond_context.recalled(samples, "full attention")
     assert around.low < 1 / beyond_context.FACTS < around.high
 

@@ -22,6 +22,7 @@ from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
+from tests.docs.pages import figures, numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,8 +31,7 @@ def results(name: str) -> dict:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-def page(name: str = "docs/results/heads.md") -> str:
-    return " ".join((ROOT / name).read_text().split())
+PAGE, PROFILES = "docs/results/heads.md", "examples/smollm2/README.md"
 
 
 def test_what_the_docs_say_of_random_heads() -> None:
@@ -60,11 +60,9 @@ def test_what_the_docs_say_of_scores_beside_each_other() -> None:
         more = pair(share, one, other)[0]
         return f"{100 * more.mean:.0f} [{100 * more.low:.0f}, {100 * more.high:.0f}]"
 
-    gates_at_75, er_at_75 = points(75, "gates", "attention").split(" ", 1), points(75, "er", "attention")
-    assert (
-        f"gates recall {gates_at_75[0]} points {gates_at_75[1]} more than attention at 75%, and ER {er_at_75}" in page()
-    )
-    assert f"at 33% attention recalls {points(33, 'attention', 'er')} more than ER" in page()
+    shown = figures(PAGE, "**Beside each other**")
+    for pair_shown in ((75, "gates", "attention"), (75, "er", "attention"), (33, "attention", "er")):
+        assert numbers(points(*pair_shown)) <= shown
     less = {
         (one, other, share)
         for one, other in itertools.permutations(("gates", "er", "attention"), 2)
@@ -104,18 +102,12 @@ def test_the_default_window_keeps_what_the_docs_say() -> None:
     kept = {name: f"{row.scores.recall.mean / original.recall.mean:.0%}" for name, row in rows.items()}
     more = {name: f"{row.scores.ratio.mean - 1:.1%}" for name, row in rows.items()}
     longer, minutes = "gates of longer prompts", "gates of 20 minutes"
-    assert (
-        f"gates keep {kept['gates']} of the facts that the original recalls, and perplexity rises by {more['gates']}; "
-        f"attention keeps {kept['attention']} ({more['attention']}), measured losses {kept['measured loss']} "
-        f"({more['measured loss']}), gates of longer prompts {kept[longer]} ({more[longer]}), and ER {kept['er']} "
-        f"({more['er']})."
-    ) in page()
-    assert (
-        f"half of SmolLM2's heads, chosen by DuoAttention's gates, recall {kept['gates']} of the facts that the "
-        f"original recalls, and perplexity rises by {more['gates']}"
-    ) in page("README.md")
-    assert f"one recalls {random.draws[0]:.0%} of the facts and another {random.draws[-1]:.0%}" in page()
-    assert f"keeps {kept[minutes]} of the facts, and perplexity rises by {more[minutes]}." in page()
+    choices = ("gates", "attention", "measured loss", longer, "er")
+    shown = figures(PAGE, "**Half of the heads, 2,048 tokens**")
+    assert {*(kept[name] for name in choices), *(more[name] for name in choices)} <= shown
+    assert {f"{random.draws[0]:.0%}", f"{random.draws[-1]:.0%}"} <= shown
+    assert {kept["gates"], more["gates"]} <= figures("README.md", "**Fewer heads**")
+    assert {kept[minutes], more[minutes]} <= figures(PAGE, "gates of 20 minutes come from")
     assert all(rows[name].scores.more.low < 0 < rows[name].scores.more.high for name in (*MEASURED, "measured loss"))
 
 
@@ -124,23 +116,20 @@ def test_a_quarter_of_the_heads_keeps_what_the_readme_says() -> None:
     heads, tokens, window = 90, 2048, 64 + 256
     full = heads - round(0.75 * heads)
     cache = (full * tokens + (heads - full) * window) / (heads * tokens)
-    assert (
-        f"a quarter of the heads, chosen by DuoAttention's gates, recalls {rows['gates'].mean:.0%} of the facts from "
-        f"{cache:.0%} of the cache. All heads recall {rows['original'].mean:.0%}, and a random quarter "
-        f"{rows['random'].mean:.0%}"
-    ) in page("README.md")
+    recalled = {f"{rows[heads].mean:.0%}" for heads in ("gates", "original", "random")}
+    assert {*recalled, f"{cache:.0%}"} <= figures("README.md", "a quarter of the heads")
 
 
 def test_other_shares_keep_what_the_docs_say() -> None:
     all_rows = {length: rows_by_choice(length) for length in (2048, 4096, 8000)}
     rows = {choice: row.scores for choice, row in all_rows[2048].items()}
     most = max(rows[heads, 75].ratio.mean - 1 for heads in MEASURED)
-    assert f"at 2,048 tokens perplexity rises by {most:.1%} at most. A quarter" in page()
+    shown = figures(PAGE, "**Other shares**")
+    assert f"{most:.1%}" in shown
     quarter = rows["gates", 25]
     kept = f"{quarter.recall.mean / rows['original', None].recall.mean:.0%}"
     more = f"{quarter.ratio.mean - 1:.1%}"
-    assert f"A quarter by gates keeps {kept} of the facts there, with perplexity {more} higher;" in page()
-    assert f"ER and attention lose {-100 * rows['er', 25].more.mean:.0f} points" in page()
+    assert {kept, more, f"{-100 * rows['er', 25].more.mean:.0f}"} <= shown
     assert round(rows["er", 25].more.mean, 2) == round(rows["attention", 25].more.mean, 2)
     assert max(rows["er", 25].more.high, rows["attention", 25].more.high) < 0 < quarter.more.high
     quarters = (*MEASURED, "gates of longer prompts, 400 steps, seed 1")
@@ -151,7 +140,7 @@ def test_other_shares_keep_what_the_docs_say() -> None:
         ]
         for edge in (min, max)
     )
-    assert f"a quarter recalls {least[0]} to {highest[0]}, and at 8,000 tokens {least[1]} to {highest[1]}, by" in page()
+    assert {*least, *highest} <= shown
     for length, share in itertools.product((4096, 8000), (50, 33, 25)):
         scores = [all_rows[length][heads, share].scores.recall.mean for heads in ("gates of longer prompts", "gates")]
         assert (scores[0] > scores[1]) == (share == 50)
@@ -159,9 +148,8 @@ def test_other_shares_keep_what_the_docs_say() -> None:
     def lost(heads: str, share: int) -> list[float]:
         return sorted(-100 * rows[heads, share].scores.more.mean for rows in all_rows.values())
 
-    random = [f"{number:.0f}" for share in (75, 50) for number in lost("random", share)[::2]]
-    assert "lose {} to {} points at 75%, and {} to {} at 50%.".format(*random) in page()
-    assert f"The first layers lose {lost('first layers', 75)[0]:.0f} points or more at every share." in page()
+    random = {f"{number:.0f}" for share in (75, 50) for number in lost("random", share)[::2]}
+    assert {*random, f"{lost('first layers', 75)[0]:.0f}"} <= figures(PAGE, "**Random heads**")
     assert lost("first layers", 75)[0] == min(lost("first layers", share)[0] for share in (75, 50, 33, 25))
 
 
@@ -169,11 +157,8 @@ def test_half_of_the_heads_lose_nothing_at_the_end_of_the_context_if_chosen_well
     rows = {heads: row.scores for (heads, share), row in rows_by_choice(8000).items() if share in (None, 50)}
     recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
     assert recall["er"] == recall["gates of longer prompts"]
-    assert (
-        f"the original itself recalls only {recall['original']}. Attention recalls {recall['attention']}, gates of "
-        f"20 minutes {recall['gates of 20 minutes']}, ER and gates of longer prompts {recall['er']}, and the first "
-        f"gates {recall['gates']}; of these differences, too, only the last has an interval without 0."
-    ) in page()
+    choices = ("original", "attention", "gates of 20 minutes", "er", "gates")
+    assert {recall[name] for name in choices} <= figures(PAGE, "**Half of the heads, 8,000 tokens**")
     assert {name for name in (*MEASURED, "gates of 20 minutes") if rows[name].more.high < 0} == {"gates"}
 
 
@@ -188,10 +173,8 @@ def test_more_steps_and_other_seeds_change_nothing_that_shows() -> None:
         ends = (row.draws[0], row.draws[-1]) if row.draws else (row.scores.recall.mean,)
         return " to ".join(dict.fromkeys(f"{share:.0%}" for share in ends))
 
-    short, middle, long = map(recalled, longer)
-    assert f"of 400 steps recall {short} of the facts at 2,048 tokens, {middle} at 4,096 and {long} at 8,000." in page()
-    short, middle, long = map(recalled, few)
-    assert f"Those of 127 steps recall {short}, {middle} and {long}." in page()
+    recalls = " ".join(map(recalled, (*longer, *few)))
+    assert numbers(recalls) <= figures(PAGE, "**More steps, other seeds**")
     assert all(
         row.scores.more.low <= other.scores.more.mean <= row.scores.more.high
         for row, other in zip(longer, few, strict=True)
@@ -210,7 +193,7 @@ def test_losses_of_single_heads_choose_a_quarter_badly() -> None:
 
     quarter = less_than_others(25)
     least, most = (edge(less.mean for less in quarter) for edge in (min, max))
-    assert f"with a quarter they recall {least:.0f} to {most:.0f} points less, outside of the window, than" in page()
+    assert {f"{least:.0f}", f"{most:.0f}"} <= figures(PAGE, "**Measured losses**")
     assert min(less.low for less in quarter) > 0
     assert all(less.low < 0 < less.high for share in (75, 50) for less in less_than_others(share))
 
@@ -219,14 +202,9 @@ def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
     rows = {heads: row.scores for (heads, share), row in rows_by_choice(4096).items() if share in (None, 50)}
     recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
     more = {name: f"{scores.ratio.mean - 1:.1%}" for name, scores in rows.items()}
-    longer = recall["gates of longer prompts"]
-    assert (
-        f"the original recalls {recall['original']}, half of the heads by gates of longer prompts {longer}, "
-        f"by attention {recall['attention']}, by ER {recall['er']}, by gates of 20 minutes "
-        f"{recall['gates of 20 minutes']}, and by the first gates {recall['gates']}."
-    ) in page()
-    assert f"Perplexity rises by {more['er']} (ER) to {more['attention']} (attention)." in page()
     choices = (*MEASURED, "gates of 20 minutes")
+    shown = figures(PAGE, "**Half of the heads, 4,096 tokens**")
+    assert {recall["original"], *(recall[name] for name in choices), more["er"], more["attention"]} <= shown
     assert {name for name in choices if rows[name].more.high < 0} == {"gates"}
     ratios = {name: rows[name].ratio.mean for name in choices}
     assert (min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)) == ("er", "attention")
@@ -240,13 +218,11 @@ def test_a_longer_window_costs_what_the_docs_say() -> None:
 def test_gates_of_20_minutes_are_what_their_readme_says() -> None:
     folder = ROOT / "examples" / "smollm2"
     minutes, gates = (HeadProfile.load(folder / f"{name}.safetensors") for name in ("minutes", "gates"))
-    said = " ".join((folder / "README.md").read_text().split())
     made = minutes.provenance
-    assert f"it chose {made['steps']} steps" in said
-    assert ("did them all" in said) == (made["steps_done"] == made["steps"])
-    assert f"prompts of {made['data']['shortest']} to {made['data']['longest']} tokens" in said
+    assert made["steps_done"] == made["steps"]
     [half] = (overlap for overlap in compare(minutes, gates).overlaps if overlap.sparsity == 0.5)
-    assert f"the {half.full} heads that are full at 50% are ranked, and {half.shared} of them are the same" in said
+    shown = {made["steps"], made["data"]["shortest"], made["data"]["longest"], half.full, half.shared}
+    assert {str(number) for number in shown} <= figures(PROFILES, "`--minutes 20`")
 
 
 def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
@@ -254,27 +230,24 @@ def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
     names = {path.stem for path in folder.glob("*.safetensors")} - {"reform"}  # which has no scores
     assert names == {*documented_tables.PROFILES}
     profiles = {name: load_scores(folder / f"{name}.safetensors") for name in names}
-    said = " ".join((folder / "README.md").read_text().split())
 
     def shared(one: str, other: str) -> int:
         return next(each.shared for each in compare(profiles[one], profiles[other]).overlaps if each.sparsity == 0.5)
 
-    assert f"in place of 384 to 768, change {45 - shared('longer', 'minutes')} of the 45 heads." in said
-    assert f"The gates of longer prompts share {shared('longer', 'er')} heads with ER, " in said
-    assert f"trainings with two seeds choose the same {shared('minutes', 'seed-1')} heads." in said
-    assert f"On longer prompts they share {shared('longer', 'longer-seed-1')} of 45 after 127 steps" in said
     long_seeds = ("longer-400", "longer-400-seed-1", "longer-400-seed-2")
     [alike] = {shared(*pair) for pair in itertools.combinations(long_seeds, 2)}
-    assert f"any two of three seeds share {alike} after 400." in said
+    assert shared("minutes", "seed-1") == 45
+    assert {str(alike), str(shared("longer", "longer-seed-1"))} <= figures(PROFILES, "**Seeds**")
     by_steps = [shared(*pair) for pair in itertools.product(("longer", "longer-seed-1"), long_seeds)]
-    assert f"choose {min(by_steps)} to {max(by_steps)} of the 45 heads that those of 127 steps choose" in said
+    assert {str(min(by_steps)), str(max(by_steps))} <= figures(PROFILES, "those of 127 steps")
     assert {profiles[name].provenance["steps_done"] for name in long_seeds} == {400}
     assert shared("longer-seed-1", "er") == shared("longer", "er")
     assert shared("minutes", "er") == shared("seed-1", "er")
-    assert f"`minutes` and `seed-1` share {shared('minutes', 'er')}." in said
+    shown = {45 - shared("longer", "minutes"), shared("longer", "er"), shared("minutes", "er")}
+    assert {str(number) for number in shown} <= figures(PROFILES, "**Longer prompts**")
     agreed = {name: compare(profiles["lm"], profiles[name]).spearman for name in profiles if name != "lm"}
     lowest, second, *_, highest = sorted(agreed, key=lambda name: agreed[name])
     assert (lowest, second, highest) == ("r", "attention", "losses")
-    assert f"are 0 for {np.count_nonzero(profiles['r'].scores == 0)} of the 270 query heads" in said
-    right = [profiles[name].provenance["successes"] for name in ("er", "r")]
-    assert f"The model answered {right[0]} of the 100 needles of ER and {right[1]} of those of R;" in said
+    assert str(np.count_nonzero(profiles["r"].scores == 0)) in figures(PROFILES, "**Methods**")
+    right = {str(profiles[name].provenance["successes"]) for name in ("er", "r")}
+    assert right <= figures(PROFILES, "needles of ER")

@@ -16,9 +16,11 @@ import tasks as benchmark
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.tasks.passkey import PasskeyTask
 from kvsurgery.profile.head_profile import HeadProfile
+from tests.docs.pages import figures
 from tests.evaluate.recall import MODEL, PASSKEYS, convert, write_language
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = "docs/results/heads.md"
 STEPS_400 = "gates of longer prompts, 400 steps"
 
 
@@ -66,7 +68,6 @@ def test_the_page_says_what_half_of_the_heads_lose() -> None:
         json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
         for name in ("real-model-tasks", "real-model-tasks-4096")
     )
-    page = " ".join((ROOT / "docs" / "results" / "heads.md").read_text().split())
     original = {
         heading: np.mean([*scores.values()]) for heading, scores in (short["original"] | long["original"]).items()
     }
@@ -76,42 +77,35 @@ def test_the_page_says_what_half_of_the_heads_lose() -> None:
         more = benchmark.difference(results[f"{name}, 50% full, 64+256"][heading], results["original"][heading])[1]
         return Interval(-100 * more.mean, -100 * more.high, -100 * more.low)
 
-    def points(loss: Interval) -> str:
-        return f"{loss.mean:.0f} points [{loss.low:.0f}, {loss.high:.0f}]"
+    def points(*values: float) -> set[str]:
+        return {f"{value:.0f}" for value in values}
 
     names = ("gates", "gates of longer prompts", "attention", "er", "first layers")
     ruler = "RULER, 1,024 tokens"
     gates, longer, attention, er, first = (less(short, name, ruler) for name in names)
     random = [less(short, f"random {draw}", ruler).mean for draw in range(5)]
-    assert (
-        f"of the original's {original[ruler]:.0%}, gates lose {gates.mean:.0f} points, gates of longer prompts "
-        f"{longer.mean:.0f} and attention {attention.mean:.0f}, with intervals that include 0, and ER {points(er)}. "
-        f"The first layers lose {first.mean:.0f} points, and draws of random heads {min(random):.0f} to "
-        f"{max(random):.0f}."
-    ) in page
+    shown = points(gates.mean, longer.mean, attention.mean, er.mean, er.low, er.high, first.mean)
+    shown |= {f"{original[ruler]:.0%}", *points(min(random), max(random))}
+    assert shown <= figures(PAGE, f"**{ruler}**")
     assert max(gates.low, longer.low, attention.low) <= 0 < er.low
 
     ruler = "RULER, 4,096 tokens"
     gates, longer, attention, er, first = (less(long, name, ruler) for name in names)
     random = [less(long, f"random {draw}", ruler).mean for draw in range(5)]
-    assert (
-        f"the original has {original[ruler]:.0%}. Attention has {-attention.mean:.0f} point more, within its interval. "
-        f"**The other choices lose**: gates of longer prompts {points(longer)}, ER {points(er)} and the first gates "
-        f"{points(gates)}; draws of random heads lose {min(random):.0f} to {max(random):.0f}, the first layers "
-        f"{first.mean:.0f}."
-    ) in page
+    shown = points(-attention.mean, first.mean, min(random), max(random))
+    for loss in (longer, er, gates):
+        shown |= points(loss.mean, loss.low, loss.high)
+    assert {f"{original[ruler]:.0%}", *shown} <= figures(PAGE, f"**{ruler}**")
     assert min(gates.low, longer.low, er.low) > 0 > attention.low
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    trained = sorted(less(long, name, ruler).mean for name in ("gates", "gates of longer prompts", STEPS_400))
-    lost = f"three trainings of gates lose {trained[0]:.0f} to {trained[-1]:.0f} points"
-    assert f"On RULER in 4,096 tokens, the original has {original[ruler]:.0%}, and {lost} " in readme
+    trained = [less(long, name, ruler).mean for name in ("gates", "gates of longer prompts", STEPS_400)]
+    assert {f"{original[ruler]:.0%}", *points(min(trained), max(trained))} <= figures("README.md", "**Fewer heads**")
 
     more_steps, steps = (long[f"{name}, 50% full, 64+256"][ruler] for name in (STEPS_400, "gates of longer prompts"))
     fewer = benchmark.difference(more_steps, steps)[1]
-    assert f"they lose {points(Interval(-100 * fewer.mean, -100 * fewer.high, -100 * fewer.low))} more." in page
+    shown = points(-100 * fewer.mean, -100 * fewer.high, -100 * fewer.low)
     kept = [best_half(name) for name in ("longer", "longer-400")]
     [[before], [after]] = kept[0] - kept[1], kept[1] - kept[0]
-    assert f"keep head {after[1]} of layer {after[0]} in the place of head {before[1]} of layer {before[0]}." in page
+    assert {*shown, *map(str, (*before, *after))} <= figures(PAGE, "**One head**")
 
     assert [round(1 / original[f"BABILong, {length}"]) for length in ("0k", "1k")] == [4, 6]
     cloze = [less(short, name.partition(",")[0], "cloze, 512 tokens") for name in short if name != "original"]

@@ -184,29 +184,26 @@ def put(hub: Hub, *names: str, **contents: bytes) -> None:
     repo.commit({**repo.commits[repo.refs["main"]], **files}, "main")
 
 
+CHANGING = (
+    "adapter_config.json",
+    "custom_generate/generate.py",
+    "model.safetensors",
+    "model-00009-of-00009.safetensors",
+    "model.fp16.safetensors",
+    "pytorch_model.bin",
+    "kv_budget.py",
+    "chat_template.jinja",
+    "vocab.txt",
+)
 HARMLESS = ("README.md", "LICENSE", "notes.txt", "figures/memory.png", "config.json")
 
 
 class TestWhatTheRepositoryHas:
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "adapter_config.json",
-            "custom_generate/generate.py",
-            "model.safetensors",
-            "model-00009-of-00009.safetensors",
-            "model.fp16.safetensors",
-            "pytorch_model.bin",
-            "kv_budget.py",
-            "chat_template.jinja",
-            "vocab.txt",
-        ],
-    )
-    def test_a_file_that_changes_what_is_loaded_is_refused_before_any_work(self, hub, converted, tmp_path, name):
-        put(hub, name, *HARMLESS)
+    def test_files_that_change_what_is_loaded_are_refused_before_any_work(self, hub, converted, tmp_path):
+        put(hub, *CHANGING, *HARMLESS)
         before = dict(hub.repos["surgeon/duo"].refs)
         line = the_line(hub.run(tmp_path, "push", converted, "surgeon/duo"))
-        assert name in line
+        assert all(name in line for name in CHANGING)
         assert "--delete-others" in line
         assert not any(f" {harmless}" in line for harmless in HARMLESS)
         assert not any(request.startswith(("POST", "PUT")) for request in hub.requests)

@@ -18,9 +18,9 @@ def test_killed_anywhere_and_repeated(tmp_path: Path) -> None:
     convert_llama(source, tmp_path / "converted")
     revert(tmp_path / "converted", tmp_path / "reverted")
     # every file is opened, synced and renamed, and every moved tensor written in pieces
-    assert kills("convert", source, tmp_path / "converted", stride=2) > 50
+    assert kills("convert", source, tmp_path / "converted", stride=3) > 33
     # the same code, but for the order of its files
-    assert kills("revert", tmp_path / "converted", tmp_path / "reverted", stride=5) > 20
+    assert kills("revert", tmp_path / "converted", tmp_path / "reverted", stride=7) > 14
 
 
 def kills(how: str, start: Path, end: Path, stride: int) -> int:

@@ -81,6 +81,19 @@ def inline_code(page: str) -> list[str]:
     return [token.content for token in tokens(page) if token.type == "code_inline"]
 
 
+def numbers(text: str) -> set[str]:
+    """The figures of a text, percent signs included; those within names, such as v3.2, are none."""
+    return set(re.findall(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?%?", text))
+
+
+def figures(page: str, topic: str) -> set[str]:
+    """The figures of the paragraphs and list items of a page that name a topic, however they are worded."""
+    texts = [" ".join(token.content.split()) for token in tokens(page) if token.type == "inline"]
+    found = [text for text in texts if topic in text]
+    assert found, f"{page} does not name {topic}"
+    return set().union(*map(numbers, found))
+
+
 def session(block: str) -> list[Command]:
     """The commands of a block in which a line that begins with $ is a command, and other lines are its output."""
     lines = block.replace("\\\n", " ").splitlines()

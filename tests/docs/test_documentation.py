@@ -24,6 +24,7 @@ from tests.docs.pages import (
     every_command,
     inline_code,
     links,
+    numbers,
     script,
     session,
 )
@@ -194,6 +195,9 @@ def compare(command: Command, printed: str) -> None:
 
 
 class TestTheTestItself:
+    def test_figures_are_told_from_names(self) -> None:
+        assert numbers("v3.2, 4-bit: 1,024 tokens, 9.5% (+0 [-3, 12])") == {"4", "1,024", "9.5%", "0", "-3", "12"}
+
     def test_a_wrong_option_is_found(self) -> None:
         with pytest.raises(pytest.fail.Exception, match="--nope"):
             check(Command("kvsurgery convert ./llama3 --nope"))

@@ -22,8 +22,11 @@ from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.results import Results
 from kvsurgery.evaluate.runner import Evaluation, Options, evaluate
 from kvsurgery.evaluate.sample import Sample
+from kvsurgery.system.processes import Processes
+from tests.distributed.start import start
 from tests.evaluate.limits import check_limits
 from tests.evaluate.recall import MODEL, tasks
+from tests.helpers.command import done
 from tests.helpers.families import make
 from tests.helpers.shards import tree
 
@@ -362,7 +365,7 @@ def command(full: Path, language: Path, out: Path) -> list[str]:
         **{"passkey-tokens": 4, "passkey-hidden": "remember {key} .", "passkey-asked": "recall {cue}", "out": out},
     }
     flags = [str(part) for name, value in asked.items() for part in (f"--{name}", value)]
-    return ["-m", "kvsurgery", "eval", str(full), "--source", str(MODEL), "--device", "cpu", *flags]
+    return ["eval", str(full), "--source", str(MODEL), "--device", "cpu", *flags]
 
 
 @pytest.fixture
@@ -374,7 +377,7 @@ def environment(tmp_path):
 @pytest.mark.slow
 def test_a_killed_command_goes_on_to_what_one_run_gives(whole, full, language, environment, tmp_path):
     out = tmp_path / "report"
-    arguments = command(full, language, out)[2:]
+    arguments = command(full, language, out)
     run = subprocess.run([sys.executable, "-c", KILLED, *arguments], env=environment, stderr=subprocess.DEVNULL)
     assert run.returncode == -signal.SIGKILL
     assert 0 < len(read_lines(out / "answers-original.jsonl")) < len(read_lines(out / "samples.jsonl"))
@@ -383,11 +386,15 @@ def test_a_killed_command_goes_on_to_what_one_run_gives(whole, full, language, e
     assert tree(out) == tree(whole[0])
 
 
+def type_command(processes: Processes, words: list[str]) -> None:
+    """What each of several processes does."""
+    done(*words)
+
+
 @pytest.mark.slow
-def test_two_processes_give_what_one_gives(whole, full, language, environment, tmp_path):
+def test_two_processes_give_what_one_gives(whole, full, language, tmp_path):
     out = tmp_path / "report"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*torchrun, *command(full, language, out)], env=environment, check=True)
+    start(2, type_command, tmp_path, command(full, language, out))
     assert replace(Results.load(out), command="") == whole[1]
     for name in ("samples.jsonl", "settings.json", "answers-original.jsonl", "answers-converted.jsonl"):
         assert (out / name).read_bytes() == (whole[0] / name).read_bytes()

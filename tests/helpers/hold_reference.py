@@ -1,6 +1,6 @@
 """Rolling budgets, by definition: a stock model that keeps every token, and masks what selections have dropped.
 
-One row, one token at a time, one head at a time.
+One row, one token at a time, one KV head at a time.
 """
 
 from __future__ import annotations
@@ -94,25 +94,27 @@ class HoldReference:
         state.queries.append(query)
         state.keys.append(key)
         state.values.append(value)
-        group, output = len(query) // len(key), []
+        group = len(query) // len(key)
+        keys, values = (torch.stack(states).double() for states in (state.keys, state.values))
+        output = []
         window, alive = self.layout.attended[module.layer_idx], state.alive
         if layer.source is not None:  # it sees what another has kept, and at the end of the prompt what that had
             source = self.states[layer.source]
             alive = source.before[-1][1] if source.before and column == self.prompt - 1 else source.alive
-        for head in range(len(query)):
-            kv_head = head // group
-            if kv_head in state.alive and head % group == 0:
+        for kv_head in range(len(key)):
+            if kv_head in state.alive:
                 state.alive[kv_head].append(self.tokens)
-            places = alive.get(kv_head, range(self.tokens + 1))
+            places = [*alive.get(kv_head, range(self.tokens + 1))]
             if window.chunked:
                 places = places[self.tokens // window.recent * window.recent :]
             elif window.native:
                 places = places[max(0, self.tokens + 1 - window.recent) :]
-            weights = self.weights(state, head, kv_head, self.tokens, places, scaling, softcap)
-            output.append(weights @ torch.stack([state.values[place][kv_head] for place in places]).double())
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            weights = self.weights(state, heads, self.tokens, keys[places, kv_head], scaling, softcap)
+            output.append(weights @ values[places, kv_head])
         if column == self.prompt - 1:
             self.select(layer, state, self.prompt, scaling, softcap)
-        return torch.stack(output).to(query.dtype)
+        return torch.cat(output).to(query.dtype)
 
     @property
     def now(self) -> int:
@@ -120,15 +122,14 @@ class HoldReference:
         return self.pad + self.tokens
 
     @staticmethod
-    def weights(state, head, kv_head, position, places, scaling, softcap) -> torch.Tensor:
-        """Attention of the query at a position over the tokens at `places`."""
-        keys = torch.stack([state.keys[place][kv_head] for place in places]).double()
-        scores = keys @ state.queries[position][head].double() * scaling
+    def weights(state, heads, position, keys, scaling, softcap) -> torch.Tensor:
+        """Attention [heads, places] of some heads' queries at a position over the keys of their KV head."""
+        scores = state.queries[position][heads].double() @ keys.mT * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if state.sinks is not None:
-            scores = torch.cat([scores, state.sinks[head : head + 1].double()])
-        return scores.softmax(-1)[: len(places)]
+            scores = torch.cat([scores, state.sinks[heads, None].double()], -1)
+        return scores.softmax(-1)[:, : len(keys)]
 
     def select(self, layer: LayerLayout, state: LayerState, column: int, scaling, softcap) -> None:
         how = layer.selection
@@ -139,16 +140,17 @@ class HoldReference:
         start = max(stop - how.window, 0)
         state.due = column + how.hold
         group = len(state.queries[0]) // layer.heads if state.queries else 1
+        keys = torch.stack(state.keys).double() if state.keys else None
         for kv_head, budget in budgets(layer).items():
             alive = state.alive[kv_head]
             candidates = [place for place in alive if place < start]
             if len(candidates) <= budget and how.select != ACCUMULATED:
                 continue
             received = torch.zeros(len(candidates), dtype=torch.float64)
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                for position in range(start, stop):
-                    seen = [place for place in alive if place <= position]
-                    received += self.weights(state, head, kv_head, position, seen, scaling, softcap)[: len(received)]
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            for position in range(start, stop):
+                seen = keys[[place for place in alive if place <= position], kv_head]
+                received += self.weights(state, heads, position, seen, scaling, softcap).sum(0)[: len(received)]
             if how.select == ACCUMULATED:
                 received += torch.tensor([state.scores.get((kv_head, place), 0) for place in candidates])
                 state.scores |= {

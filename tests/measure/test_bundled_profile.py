@@ -68,18 +68,18 @@ def test_training_finds_the_heads_that_recall(scripts, monkeypatch):
     """By fewer steps and in shorter texts than the profile took: what gates find, ablation finds too, and chance does
     not."""
     gates, measure = scripts
-    monkeypatch.setattr(gates, "LONGEST", 512)
+    monkeypatch.setattr(gates, "LONGEST", 256)
     measured = measure.load()
-    profile, _ = gates.measure(measured, replace(gates.OPTIONS, steps=80))
+    profile, _ = gates.measure(measured, replace(gates.OPTIONS, steps=60))
     found = profile.scores >= 0.5
     assert 0 < found.sum() <= found.size / 2
     assert profile.scores[found].min() > profile.scores[~found].max() + 0.3
 
-    batch = task.answered(task.prompts(3, 8, 512))
+    batch = task.answered(task.prompts(3, 8, 256))
     ablated = ablation.ablation_scores(measured.model, [batch], sink=measure.SINK, recent=measure.RECENT)
     assert set(np.flatnonzero(found)) == set(ablated.ravel().argsort()[-found.sum() :])
 
-    questions = task.prompts(4, 12, 1024)
+    questions = task.prompts(4, 12, 512)
     original = task.exact_match(measured.model, questions)
     assert original > 0.95
     assert measure.kept_recall(measured, found, questions) >= 0.99 * original

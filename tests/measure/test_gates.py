@@ -154,7 +154,7 @@ def test_gradients_are_finite_differences(family, loss, small_blocks):
     _, gradient = loss_and_gradient(mix.detach())
     assert gradient.abs().max() > 1e-3
     step, generator = 1e-3, torch.Generator().manual_seed(0)
-    for _ in range(4):  # directions, in which every gate moves
+    for _ in range(2):  # directions, in which every gate moves
         direction = F.normalize(torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype), dim=(0, 1))
         above, below = (loss_and_gradient(mix.detach() + sign * step * direction)[0] for sign in (1, -1))
         # norms and scores under a soft cap are float32 whatever the model is
@@ -212,7 +212,7 @@ def test_schedule_by_hand():
 
 
 def step_bytes(family, loss, length):
-    measured = measured_model(stock(family))
+    measured = measured_model(stock(family, **LAYERS))
     mix = initial_gates(measured)
     with torch.no_grad():
         mix.fill_(0.5)
@@ -227,9 +227,9 @@ def step_bytes(family, loss, length):
 @pytest.mark.parametrize(("family", "loss"), [("llama", "distill"), ("llama", "lm"), ("gemma2", "distill")])
 def test_memory_of_a_step_is_linear_in_its_tokens(family, loss, monkeypatch):
     monkeypatch.setattr(blockwise.kv_softmax, "BLOCK", 16)
-    monkeypatch.setattr(blockwise.kv_softmax, "SCORES", 2**14)
-    lengths = 128, 256, 512
+    monkeypatch.setattr(blockwise.kv_softmax, "SCORES", 2**12)
+    lengths = 64, 128, 256
     first, second, third = (step_bytes(family, loss, length) for length in lengths)
     # with a quadratic term, a token more costs more in a longer input
-    assert (third - second) / 256 < 1.1 * (second - first) / 128
-    assert third < 8 * 512 * 512 * 4, "less than one layer's attention weights"
+    assert (third - second) / 128 < 1.1 * (second - first) / 64
+    assert third < 8 * 256 * 256 * 4, "less than one layer's attention weights"

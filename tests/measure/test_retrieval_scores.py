@@ -211,15 +211,13 @@ def retrieval_scores(measured, haystack, needles, *, lengths, depths, max_new_to
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_heads_that_ablation_finds_are_in_the_top_quarter(tiny, recall, method):
-    made = retrieval_scores(
-        tiny, *recall, method=method, lengths=(100, 300, 500, 700, 900), depths=np.linspace(0, 1, 5)
-    )
+    made = retrieval_scores(tiny, *recall, method=method, lengths=(100, 500, 900), depths=(0, 0.5, 1))
     assert (made.method, made.granularity, made.scores.shape) == (method, "query", (3, 8))
     ablation = HeadProfile.load(FOLDER / "profile.safetensors")
     critical = set(np.argsort(-ablation.scores, axis=None)[:2].tolist())
     reduced = kv_scores(made)
     assert critical <= set(np.argsort(-reduced, axis=None)[: reduced.size // 4].tolist())
-    assert made.provenance["successes"] >= 0.9 * made.provenance["trials"] == 45
+    assert made.provenance["successes"] >= 0.9 * made.provenance["trials"]
 
 
 @pytest.mark.parametrize("method", METHODS)

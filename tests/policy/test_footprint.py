@@ -166,8 +166,8 @@ def test_a_prefill_grows_as_predicted(tmp_path, family, widths):
     predicted, measured = (
         of(512) - of(256)
         for of in (
-            lambda chunk: footprint(source).activation_bytes(2, 1024, chunk, tiles=False),
-            lambda chunk: activations(model, 2, 1024, chunk),
+            lambda chunk: footprint(source).activation_bytes(2, 512, chunk, tiles=False),
+            lambda chunk: activations(model, 2, 512, chunk),
         )
     )
     # attention of some families takes less than that of the widest

@@ -82,7 +82,7 @@ def test_batches_with_left_padding(mixed, family, options):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beams_drafts_and_turns_of_every_family(mixed, family):
-    model, ids, options = mixed(family).model, tokens(1, 40, seed=3), GREEDY | {"max_new_tokens": 7}
+    model, ids, options = mixed(family).model, tokens(1, 40, seed=3), GREEDY | {"max_new_tokens": 5}
     same_without_cache(model, batch(2), **options | {"num_beams": 2})
     expected, draft = model.generate(ids, **options), copy.deepcopy(model)
     if family in WITH_STATES:

@@ -23,7 +23,7 @@ from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_codes import dequantize, quantize
 from kvsurgery.templates.kv_columns import Columns
-from kvsurgery.templates.kv_layout import TILE, KVLayout, Quantization
+from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.templates.kv_storage import Storage
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
@@ -35,7 +35,8 @@ from tests.helpers.surgery import convert_folder
 WINDOW, HOLD = 3, 5
 SELECTION = {"window": WINDOW, "kernel_size": 3, "pool": "max", "hold": HOLD}
 BUDGETS = [[4, 6, 0], [3, 8, 1, 5]]
-TILED = [4, 150, 270]
+TILED = [4, 38, 68]  # with tiles of 32 tokens
+TILES = (kv_layout, kv_codes, kv_tiles, kv_token_codes, kv_hold)  # which read how long a tile is
 LENGTH = 64  # columns of the longest cache
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2]}
 SECTIONS = {
@@ -162,7 +163,7 @@ class HoldMachine(CacheOperations):
     ids=lambda value: value,
 )
 def test_any_operations(family, kind, monkeypatch):
-    for module in (kv_layout, kv_codes, kv_tiles, kv_token_codes, kv_hold):
+    for module in TILES:
         monkeypatch.setattr(module, "TILE", 4)
     machine = type("HoldMachine", (HoldMachine,), {"family": family, "kind": kind})
     run_state_machine_as_test(
@@ -207,8 +208,10 @@ def test_a_chat_of_twenty_turns_in_constant_memory(held):
 
 
 @pytest.fixture
-def tiled():
-    """A model of two layers with larger budgets, and tiles."""
+def tiled(monkeypatch):
+    """A model of two layers with larger budgets, and tiles of 32 tokens."""
+    for module in TILES:
+        monkeypatch.setattr(module, "TILE", 32)
     original = stock("llama", num_hidden_layers=2, head_dim=16)
     section = {"version": 2, "head_dim": 16, "selection": SELECTION, "quantization": LOSSLESS}
     original.config.kv_surgery = section | {"layers": [{"blocks": [[1, 3]], "budgets": TILED}] * 2}
@@ -217,36 +220,36 @@ def tiled():
 
 def test_quantized_heads_take_constant_memory(tiled):
     layout, cache, beside = KVLayout.from_config(tiled.config), KVSurgeryCache(tiled.config), set()
-    for part in tokens(1, 700).split([300, *[1] * 100, 200, *[1] * 100], 1):
+    for part in tokens(1, 175).split([75, *[1] * 25, 50, *[1] * 25], 1):
         with torch.no_grad():
             tiled(part, past_key_values=cache)
         columns = cache.layers[0].capacity
-        assert cache.allocated_bytes() == layout.kv_bytes(1, 300, columns - 300, itemsize=4)
+        assert cache.allocated_bytes() == layout.kv_bytes(1, 75, columns - 75, itemsize=4)
         beside.add(sum(group.nbytes for group in cache.layers[0].heads[-1].groups))
     assert len(beside) <= 2  # at the end of the prompt there is no block yet
-    assert [group.packed for group in cache.layers[0].heads[-1].groups] == [[0], [128], [256]]
+    assert [group.packed for group in cache.layers[0].heads[-1].groups] == [[0], [32], [64]]
 
 
 def test_full_heads_in_tiles_beside_budgets_in_the_models_dtype(tiled):
     """Budgets that nothing exceeds, and windows that nothing leaves: full heads are quantized alike beside both."""
     section = {**tiled.config.kv_surgery, "quantization": asdict(Quantization(4, residual=5))}
-    window = {"blocks": [[1, 3]], "sink": 0, "recent": 500}
+    window = {"blocks": [[1, 3]], "sink": 0, "recent": 125}
     found = []
-    for layers in ([{"blocks": [[1, 3]], "budgets": [500] * 3}] * 2, [window] * 2):
+    for layers in ([{"blocks": [[1, 3]], "budgets": [125] * 3}] * 2, [window] * 2):
         tiled.config.kv_surgery = section | {"layers": layers}
         model = CLASSES["llama"](tiled.config).eval()
         model.load_state_dict(tiled.state_dict())
         cache = KVSurgeryCache(model.config)
         with torch.no_grad():
-            parts = tokens(1, 400).split([300, *[1] * 40, 60], 1)
+            parts = tokens(1, 110).split([75, *[1] * 20, 15], 1)
             found.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
-        assert [group.packed for group in cache.layers[0].storage.tiled] == [[384]]
+        assert [group.packed for group in cache.layers[0].storage.tiled] == [[96]]
     assert largest(found[0] - found[1], found[1]) <= 1e-5
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(8, torch.float32), (2, torch.bfloat16)])
 def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
-    """After seventy selections, tiles of the first layer hold what its tokens become when they are quantized once."""
+    """After seventeen selections, tiles of the first layer hold what its tokens become when they are quantized once."""
     section = {"bits": bits, "scheme": "per-token", "residual": 5, "sink": 3, "rotate": "none"}
     quantization = Quantization(**section, clip=bits < 4)
     layers = [{"blocks": [[4, 0]], "sink": 0, "recent": 1}] * 2
@@ -259,13 +262,13 @@ def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
         model = CLASSES["llama"](tiled.config).eval()
         model.load_state_dict(tiled.state_dict())
         caches.append(KVSurgeryCache(model.config))
-        for columns in tokens(1, 640).split([300] + [1] * 340, 1):
+        for columns in tokens(1, 160).split([75] + [1] * 85, 1):
             with torch.no_grad():
                 model.to(dtype)(columns, past_key_values=caches[-1])
     budgeted, every = caches[0].layers[0].heads[-1].groups, caches[1].layers[0].heads[0].groups[0]
-    states = (part[:, :, :640].unflatten(2, (-1, TILE)) for part in (every.keys, every.values))
+    states = (part[:, :, :160].unflatten(2, (-1, 32)) for part in (every.keys, every.values))
     once = [part.flatten(2, 3)[0] for part in dequantize(quantize(*states, quantization), bits)]
-    assert [group.packed for group in budgeted] == [[0], [128], [256]]
+    assert [group.packed for group in budgeted] == [[0], [32], [64]]
     for head, group in enumerate(budgeted, 1):
         found = (part.flatten(2, 3)[0, 0, : group.packed[0]] for part in dequantize(group.tiles, bits))
         same = [(mine[:, None] == each[head]).all(-1) for mine, each in zip(found, once, strict=True)]
@@ -288,14 +291,14 @@ def test_generation_is_the_same_however_it_runs(held):
     assert beams[:1].equal(held.generate(ids, **options, num_beams=3))
 
 
-@pytest.mark.parametrize(("residual", "packed"), [(2, [0, 128, 256, 128]), (40, [0, 0, 128, 0])])
+@pytest.mark.parametrize(("residual", "packed"), [(2, [0, 32, 64, 32]), (16, [0, 0, 32, 0])])
 def test_assisted_decoding_of_quantized_heads_is_the_same(tiled, residual, packed):
     """Heads in 2 bits select and fill tiles before the same columns, and rejected tokens leave no trace."""
     tiled.config.kv_surgery["quantization"] = asdict(Quantization(2, "per-token", residual=residual, sink=1))
-    tiled.config.kv_surgery["layers"] = [{"blocks": [[0, 4]], "budgets": [*TILED, 160]}] * 2
+    tiled.config.kv_surgery["layers"] = [{"blocks": [[0, 4]], "budgets": [*TILED, 40]}] * 2
     model = CLASSES["llama"](tiled.config).eval()
     model.load_state_dict(tiled.state_dict())
-    ids, options = tokens(1, 60, seed=3).repeat(1, 3), GREEDY | {"max_new_tokens": 150}
+    ids, options = tokens(1, 15, seed=3).repeat(1, 3), GREEDY | {"max_new_tokens": 40}
     expected = model.generate(ids, **options, return_dict_in_generate=True)
     assert [group.packed[0] for group in expected.past_key_values.layers[0].storage.tiled] == packed
     for other in ({"prompt_lookup_num_tokens": 3 * HOLD}, {"assistant_model": model}):

@@ -13,7 +13,7 @@ from kvsurgery.policy.memory import Footprint
 from kvsurgery.templates.kv_graph import fits
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.command import done
-from tests.helpers.families import FAMILIES, WITH_STATES, largest, make, rounding, tokens
+from tests.helpers.families import WITH_STATES, largest, make, rounding, tokens
 from tests.helpers.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import chunked, logits
 from tests.templates.test_generation import GREEDY, batch
@@ -97,19 +97,6 @@ def test_packed_texts_are_refused(mixed, family):
     for called in (model, model.get_decoder()):
         with pytest.raises(ValueError, match="linear attention"):
             called(ids, position_ids=packed, use_cache=False)
-
-
-@pytest.mark.skipif("qwen3_5" not in FAMILIES, reason="this version of transformers has no such model")
-def test_texts_are_told_apart_by_the_positions_of_text(mixed):
-    model, ids = mixed("qwen3_5").model, tokens(1, 6)
-    text, packed = torch.arange(6)[None], torch.tensor([[0, 1, 2, 0, 1, 2]])
-    # an image of 2 x 2 tokens between two of text: time, height and width
-    image = torch.tensor([[[0, 1, 1, 1, 1, 3]], [[0, 1, 1, 2, 2, 3]], [[0, 1, 2, 1, 2, 3]]])
-    model(ids, position_ids=torch.cat([text[None], image]), use_cache=False)
-    model(ids, position_ids=image, use_cache=False)
-    for position_ids in (torch.stack([packed, text, text, text]), torch.stack([packed, packed, packed])):
-        with pytest.raises(ValueError, match="linear attention"):
-            model(ids, position_ids=position_ids, use_cache=False)
 
 
 @families

@@ -57,14 +57,19 @@ def test_models_that_read_images(mixed, family):
     "family", [name for name in FAMILIES if "rope_parameters" in FAMILIES[name] and name in WITH_STATES]
 )
 def test_positions_of_time_height_and_width(mixed, family):
-    """An image's tokens share some of their three positions; a token with all three of its neighbor begins a text."""
-    model, ids = mixed(family).model, tokens(1, 8)
-    image = torch.tensor([[0, 1, 1, 1, 1, 3, 4, 5], [0, 1, 1, 2, 2, 3, 4, 5], [0, 1, 2, 1, 2, 3, 4, 5]])
-    logits(model, ids, position_ids=image[:, None])
+    """An image's tokens share some of their three positions; a token with all three of its neighbor begins a text.
+
+    Where the positions of text come first, these decide.
+    """
+    model, ids, text = mixed(family).model, tokens(1, 8), torch.arange(8).expand(1, 1, -1)
+    image = torch.tensor([[0, 1, 1, 1, 1, 3, 4, 5], [0, 1, 1, 2, 2, 3, 4, 5], [0, 1, 2, 1, 2, 3, 4, 5]])[:, None]
+    logits(model, ids, position_ids=image)
+    logits(model, ids, position_ids=torch.cat([text, image]))
     for texts in ([1, 7], [3, 1, 4]):
-        positions = torch.cat([torch.arange(length) for length in texts])
-        with pytest.raises(ValueError, match="cannot tell packed texts apart"):
-            logits(model, ids, position_ids=positions.expand(3, 1, -1))
+        packed = torch.cat([torch.arange(length) for length in texts]).expand(1, 1, -1)
+        for positions in (packed.expand(3, 1, -1), torch.cat([packed, text, text, text])):
+            with pytest.raises(ValueError, match="cannot tell packed texts apart"):
+                logits(model, ids, position_ids=positions)
 
 
 def test_every_door(mixed):
