@@ -91,15 +91,16 @@ class Demand:
     def __post_init__(self) -> None:
         check_types(self, "fit.")
         if not 1 <= self.context <= MAX_TOKENS:
-            raise PolicyError(f"`context` must lie in [1, {MAX_TOKENS}] tokens, got {self.context}")
+            raise PolicyError(f"`fit.context` must lie in [1, {MAX_TOKENS}] tokens, got {self.context}")
         if not 1 <= self.batch <= MAX_BATCH:
-            raise PolicyError(f"`batch` must lie in [1, {MAX_BATCH}], got {self.batch}")
+            raise PolicyError(f"`fit.batch` must lie in [1, {MAX_BATCH}], got {self.batch}")
         if not 0 <= self.new_tokens < self.context:
             raise PolicyError(
-                f"`new_tokens` must be less than `context`, to leave a prompt; got {self.new_tokens} of {self.context}"
+                "`fit.new_tokens` must be less than `fit.context`, to leave a prompt; got "
+                f"{self.new_tokens} of {self.context}"
             )
         if self.chunk < 1:
-            raise PolicyError(f"`chunk` must be at least 1 token, got {self.chunk}")
+            raise PolicyError(f"`fit.chunk` must be at least 1 token, got {self.chunk}")
 
     @property
     def prompt(self) -> int:

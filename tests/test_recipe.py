@@ -136,7 +136,7 @@ def test_defaults_are_those_of_the_emitted_code():
         ("reform = 9", "`reform` is a table, got 9"),
         ("[reform]\nkeep = 'all'", "`reform.keep` is a whole number, got 'all'"),
         ("[fit]\nmemory = '24GB'\ncontext = 9", "`fit.memory` is a whole number, got '24GB'; write 24000000000"),
-        ("[fit]\nmemory = 9\ncontext = 0", "`context` must lie in [1, 1073741824] tokens, got 0"),
+        ("[fit]\nmemory = 9\ncontext = 0", "`fit.context` must lie in [1, 1073741824] tokens, got 0"),
         ("sparsity = 0.5\nfull_heads = 3", "`sparsity` and `full_heads` exclude each other; give one"),
         ("rest = 'streaming'\nbudget = 9", "`budget` is for budgeted heads; set `rest` to budgeted, or leave it out"),
         ("kv_residual = 9", "`kv_residual` requires `kv_bits`"),

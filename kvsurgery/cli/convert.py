@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.help import CACHE, HEADS, basic, in_group
+from kvsurgery.cli.help import CACHE, HEADS, basic, in_group, sets
 from kvsurgery.cli.options import Grouped, LocalPath, Size, Tokens, flag
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
@@ -51,22 +51,31 @@ if TYPE_CHECKING:
 @in_group(
     CACHE,
     basic(
-        click.option(
-            "--fit",
-            "fit_memory",
-            type=Size(),
-            help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy whose weights, KV "
-            "cache and workspace fit this memory, such as 24GB or 24GiB, of each device. `kvsurgery fit` shows the "
-            "choice.",
+        sets(
+            ["fit", "fit.memory"],
+            click.option(
+                "--fit",
+                "fit_memory",
+                type=Size(),
+                help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy whose weights, "
+                "KV cache and workspace fit this memory, such as 24GB or 24GiB, of each device. `kvsurgery fit` shows "
+                "the choice.",
+            ),
         ),
-        click.option(
-            "--context",
-            "fit_context",
-            type=Tokens(),
-            help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.",
+        sets(
+            ["fit.context"],
+            click.option(
+                "--context",
+                "fit_context",
+                type=Tokens(),
+                help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.",
+            ),
         ),
     ),
-    click.option("--batch", "fit_batch", type=int, help="With --fit: number of sequences at a time.  [default: 1]"),
+    sets(
+        ["fit.batch"],
+        click.option("--batch", "fit_batch", type=int, help="With --fit: number of sequences at a time.  [default: 1]"),
+    ),
     click.option(
         "--kv-check",
         metavar="TEXT",

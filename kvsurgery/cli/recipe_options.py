@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, get_args
 
 import click
 
-from kvsurgery.cli.help import CACHE, DEVICES, HEADS, PROMPTS, RUNNING, basic, in_group
+from kvsurgery.cli.help import CACHE, DEVICES, HEADS, PROMPTS, RUNNING, basic, in_group, in_options, sets
 from kvsurgery.cli.options import Bits, LocalPath, Several, Tokens, flag
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.heads.kinds import Rest
@@ -179,7 +178,10 @@ def _fields(command: Any, excluded: Container[str] = (), swept: Container[str] =
 
 def reform_options(command: Any) -> Any:
     """Add the options that say how long prompts are read."""
-    options = [click.option(flag(f"reform_{name}"), type=kind, help=text) for name, (kind, text) in REFORM.items()]
+    options = [
+        sets([f"reform.{name}"], click.option(flag(f"reform_{name}"), type=kind, help=text))
+        for name, (kind, text) in REFORM.items()
+    ]
     return in_group(PROMPTS, *options)(command)
 
 
@@ -256,7 +258,7 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
     try:
         recipe = recipe.changed(**values)
     except PolicyError as error:
-        raise click.UsageError(in_flags(str(error))) from error
+        raise click.UsageError(in_options(str(error))) from error
     if not recipe.profiles and recipe.budgets_from is None and recipe.kv_bits is None:
         alternative = "" if recipe.fit else "; without one, --kv-bits 8, 4, 3 or 2 quantizes the cache of every head"
         raise click.UsageError(
@@ -316,19 +318,3 @@ def flags_of(recipe: Recipe) -> list[str]:
         if (value := getattr(recipe, name)) != getattr(defaults, name)
         for word in ([flag(f"no_{name}")] if value is False else [flag(name), *([] if value is True else [str(value)])])
     ]
-
-
-def in_flags(message: str) -> str:
-    """A message with options in place of settings in backticks: of recipes, evaluations and measurements."""
-    names = [name for names in FIELDS.values() for name in names]
-    names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp", "trust_remote_code"]
-    names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
-    names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
-    names += ["how", "base_model", "batches", "rounds", "limit", "seed", "samples", "loss", "lr", "curve", "answers"]
-    names += ["scbench", "mm_niah_tasks", "ruler_tasks", "scbench_tasks", "ask_later"]
-    names += ["lm_eval", "lm_eval_include", "lm_eval_metadata", "lm_eval_plain"]
-    names += ["passkey_asked", "passkey_hidden", "passkey_tokens", "delete_others", "overwrite"]
-    flags = {name: flag(name) for name in names}
-    flags |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked", "new": "--new-tokens"}
-    flags |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}
-    return re.sub(r"`([a-z0-9_.]+)`", lambda match: flags.get(match[1], match[0]), message)

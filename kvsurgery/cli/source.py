@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvsurgery.cli.recipe_options import in_flags
+from kvsurgery.cli.help import in_options
 from kvsurgery.cli.running import check_revision
 from kvsurgery.errors import short
 from kvsurgery.recipe import Recipe
@@ -61,7 +61,7 @@ def warn_about_serving(prepared: PreparedConversion) -> None:
     from kvsurgery.vllm.forecast import serving_limits
 
     for line in serving_limits(json.loads(prepared.files["config.json"])):
-        console.stderr.print(in_flags(line))
+        console.stderr.print(in_options(line))
 
 
 def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:

@@ -120,11 +120,11 @@ def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand:
     if footprint.weights > demand.memory:
         return PolicyError(
             f"nothing fits in {console.size(demand.memory)}: the weights alone take {console.size(footprint.weights)}; "
-            "raise `memory` or `tp`"
+            "raise `fit.memory` or `tp`"
         )
-    hint = "shorten `context`, lower `batch` or `chunk`, or raise `tp`"
+    hint = "shorten `fit.context`, lower `fit.batch` or `fit.chunk`, or raise `tp`"
     if footprint.positions is not None and footprint.positions < demand.context:
-        hint = f"`context` is beyond the {footprint.positions} positions that the model was made for; {hint}"
+        hint = f"`fit.context` is beyond the {footprint.positions} positions that the model was made for; {hint}"
     if any(candidate.rest == "budgeted" for candidate in candidates):
         hint += "; or set `rest` to streaming, since budgeted heads hold a prompt until its end"
     return PolicyError(

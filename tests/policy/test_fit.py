@@ -285,7 +285,7 @@ class TestChoice:
     def test_weights_that_leave_no_room(self):
         profile, footprint = model([[1, 0.5]])
         recipe = Recipe(fit=Demand((3 << 20) - 1, 1000))
-        with pytest.raises(PolicyError, match=r"the weights alone take 3\.00 MiB; raise `memory` or `tp`"):
+        with pytest.raises(PolicyError, match=r"the weights alone take 3\.00 MiB; raise `fit.memory` or `tp`"):
             fit(profile, ModelLayers([None]), replace(footprint, weights=3 << 20), recipe)
 
     def test_impossible_names_the_parts_and_the_way_out(self):
@@ -317,12 +317,15 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"context": 0}, r"`context` must lie in \[1, "),
-            ({"context": (1 << 30) + 1}, r"`context` must lie in \[1, "),
-            ({"batch": 0}, r"`batch` must lie in \[1, "),
-            ({"new_tokens": 100}, "`new_tokens` must be less than `context`, to leave a prompt; got 100 of 100"),
-            ({"new_tokens": -1}, "`new_tokens`"),
-            ({"chunk": 0}, "`chunk` must be at least 1 token, got 0"),
+            ({"context": 0}, r"`fit.context` must lie in \[1, "),
+            ({"context": (1 << 30) + 1}, r"`fit.context` must lie in \[1, "),
+            ({"batch": 0}, r"`fit.batch` must lie in \[1, "),
+            (
+                {"new_tokens": 100},
+                "`fit.new_tokens` must be less than `fit.context`, to leave a prompt; got 100 of 100",
+            ),
+            ({"new_tokens": -1}, "`fit.new_tokens`"),
+            ({"chunk": 0}, "`fit.chunk` must be at least 1 token, got 0"),
         ],
         ids=str,
     )
