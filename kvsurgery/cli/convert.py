@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.help import CACHE, HEADS, basic, in_group, sets
-from kvsurgery.cli.options import Grouped, LocalPath, Size, Tokens, flag
+from kvsurgery.cli.options import Grouped, LocalPath, Size, Tokens
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
     profile_option,
@@ -28,7 +28,6 @@ from kvsurgery.cli.running import (
     trust_remote_code_option,
     typed_command,
 )
-from kvsurgery.recipe import OF_REST
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.prepared import PreparedConversion
@@ -180,7 +179,7 @@ def convert(
             if request.folder is not None:
                 check_outside(out, request.folder)
         prepared = request.prepare()
-        _note(options, prepared, request)
+        _note(prepared, request)
         facts = plan.plan_facts(prepared, request.profile or request.reform)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
@@ -193,11 +192,11 @@ def convert(
 
     if stream:
         with request.streamed() as (prepared, remote):
-            _note(options, prepared, request)
+            _note(prepared, request)
             result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite, remote)
     else:
         prepared = request.prepare(out)
-        _note(options, prepared, request)
+        _note(prepared, request)
         result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite)
     facts = plan.plan_facts(prepared, request.profile or request.reform)
     if as_json:
@@ -220,18 +219,12 @@ def convert(
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
 
 
-def _note(options: dict[str, Any], prepared: PreparedConversion, request: Request) -> None:
-    """Print what a fit does not take into account, the options that make no difference, and what vLLM does not do."""
+def _note(prepared: PreparedConversion, request: Request) -> None:
+    """Print what is not checked, what a fit does not take into account, and what vLLM does not do."""
     from kvsurgery.cli.source import warn_about_memory, warn_about_serving, warn_about_towers
-    from kvsurgery.display import console
 
     warn_about_towers(prepared)
     warn_about_memory(prepared, request)
-    used_fields = prepared.policy.recipe.in_use
-    names = (name for of_rest in OF_REST.values() for name in of_rest)
-    unused_flags = [flag(name) for name in names if options[name] is not None and name not in used_fields]
-    if unused_flags and prepared.fit is None:
-        console.stderr.print(f"no head of this conversion uses {', '.join(unused_flags)}")
     warn_about_serving(prepared)
 
 

@@ -13,7 +13,7 @@ from kvsurgery.cli.help import CACHE, DEVICES, HEADS, PROMPTS, RUNNING, basic, i
 from kvsurgery.cli.options import Bits, LocalPath, Several, Tokens, flag
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.heads.kinds import Rest
-from kvsurgery.recipe import CHOICES, Demand, Recipe
+from kvsurgery.recipe import CHOICES, FLAT, Demand, Recipe, default
 from kvsurgery.system.files import check_file
 from kvsurgery.templates.kv_layout import SELECTS
 
@@ -219,14 +219,15 @@ def _option(
     if is_list:
         kind, text = SWEPT_BITS if name == "kv_bits" else (kind, text)
         kind = Several(click.types.convert_type(kind))
-    default = getattr(Recipe(), name, None)
-    if kind is bool and default is None:
-        return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
+    usual = default(name) if name in FLAT else None
+    names = [FLAT[name]] if name in FLAT else []
+    if kind is bool and usual is None:
+        return sets(names, click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text))
     if kind is bool:
-        return click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text)
-    default_text = "" if default is None or "[default" in text else f"  [default: {default}]"
+        return sets(names, click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text))
+    default_text = "" if usual is None or "[default" in text else f"  [default: {usual}]"
     optional_value: dict[str, Any] = {"is_flag": False, "flag_value": BARE[name]} if name in BARE else {}
-    return click.option(flag(name), type=kind, help=text + default_text, **optional_value)
+    return sets(names, click.option(flag(name), type=kind, help=text + default_text, **optional_value))
 
 
 def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
@@ -247,7 +248,7 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
     implied_rest = {"duo": "streaming", "headkv": "budgeted"}.get(method)
     if implied_rest and values.setdefault("rest", implied_rest) != implied_rest:
         raise click.UsageError(f"--method {method} means --rest {implied_rest}; leave one of them out")
-    if "tp_uneven" in values and "tp" not in values and recipe.tp == 1:
+    if "tp_uneven" in values and "tp" not in values and recipe.devices.tp == 1:
         raise click.UsageError("--tp-uneven requires --tp")
     sizes = {name: value for name in REFORM if (value := options.get(f"reform_{name}")) is not None}
     if sizes:
@@ -259,7 +260,7 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
         recipe = recipe.changed(**values)
     except PolicyError as error:
         raise click.UsageError(in_options(str(error))) from error
-    if not recipe.profiles and recipe.budgets_from is None and recipe.kv_bits is None:
+    if not recipe.profiles and recipe.budgets_from is None and recipe.cache is None:
         alternative = "" if recipe.fit else "; without one, --kv-bits 8, 4, 3 or 2 quantizes the cache of every head"
         raise click.UsageError(
             f"--profile is missing: the file of scores that decide which heads stay full{alternative}"
@@ -311,10 +312,9 @@ def write_recipe(recipe: Recipe, path: Path | None) -> None:
 
 def flags_of(recipe: Recipe) -> list[str]:
     """The options that ask for a recipe that is complete, apart from its profiles and long prompts."""
-    defaults = Recipe()
     return [
         word
-        for name in recipe.in_use
-        if (value := getattr(recipe, name)) != getattr(defaults, name)
+        for name, value in recipe.options.items()
+        if name == "rest" or value != default(name)
         for word in ([flag(f"no_{name}")] if value is False else [flag(name), *([] if value is True else [str(value)])])
     ]

@@ -76,7 +76,8 @@ def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:
         console.stderr.print(
             f"--context {demand.context} is beyond the {positions} positions that the model was made for"
         )
-    if fit.choice.budget and not demand.new_tokens and prepared.policy.recipe.hold is None:
+    budgeted = prepared.policy.recipe.budgeted
+    if fit.choice.budget and not demand.new_tokens and budgeted and budgeted.hold is None:
         console.stderr.print(
             "budgeted heads keep every generated token; `kvsurgery fit --new-tokens` makes room for these"
         )

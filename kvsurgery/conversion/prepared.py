@@ -12,7 +12,7 @@ from kvsurgery.conversion.plan import SurgeryPlan, plan_surgery
 from kvsurgery.emit.files import emitted_files
 from kvsurgery.errors import PolicyError, ProfileError, UnsupportedModel
 from kvsurgery.policy.fit import Fit, fit
-from kvsurgery.policy.measured import measured_recipe
+from kvsurgery.policy.measured import measured_cache
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import Policy, decide, keep_all
 from kvsurgery.policy.reform import with_reform
@@ -66,7 +66,7 @@ class PreparedConversion:
         if reform is not None and recipe.fit is not None:
             raise PolicyError("`fit` makes no room for reading long prompts; leave it or the reform profile out")
         checkpoint = Checkpoint.open(folder, name, revision)
-        check_stock(folder, checkpoint.config, recipe.ignore_model_code)
+        check_stock(folder, checkpoint.config, recipe.code.ignore_model_code)
         family = Family.of(checkpoint.config)
         if reform is not None and family.no_reform:
             raise UnsupportedModel(family.no_reform)
@@ -76,27 +76,27 @@ class PreparedConversion:
                 profiled_model = f"{measured_profile.base_model} ({measured_profile.model})"
                 raise ProfileError(f"the profile is of {profiled_model}, but {checkpoint.name} has {dimensions}")
         model, fit_result, losses = family.layers(checkpoint.config), None, None
-        if recipe.kv_measured is not None:
-            losses = load_losses(recipe.kv_measured)
+        if recipe.measured is not None:
+            losses = load_losses(recipe.measured)
             if dimensions != losses.model:
                 measured_model = f"{losses.base_model} ({losses.model})"
                 raise ProfileError(
-                    f"{recipe.kv_measured} was measured on {measured_model}, but {checkpoint.name} has {dimensions}"
+                    f"{recipe.measured} was measured on {measured_model}, but {checkpoint.name} has {dimensions}"
                 )
             if model.windows != losses.windows:
                 raise ProfileError(
-                    f"{recipe.kv_measured} was measured on {losses.base_model}, whose layers have other windows than "
+                    f"{recipe.measured} was measured on {losses.base_model}, whose layers have other windows than "
                     f"those of {checkpoint.name}; measure this model"
                 )
-            recipe = replace(recipe, kv_measured=pinned(recipe.kv_measured, losses))
+            recipe = recipe.changed(kv_measured=pinned(recipe.measured, losses))
         if recipe.fit is not None:
             if profile is None:
                 raise ProfileError("`fit` chooses heads by their scores; give a head profile")
-            footprint = Footprint.of(checkpoint, family, recipe.tp)
+            footprint = Footprint.of(checkpoint, family, recipe.devices.tp)
             fit_result = fit(profile, model, footprint, recipe, budgets, losses)
             recipe = fit_result.choice.recipe(recipe)
-        if losses is not None and recipe.kv_bits != AUTO:
-            recipe = measured_recipe(recipe, losses)
+        if losses is not None and recipe.cache and recipe.cache.bits != AUTO:
+            recipe = replace(recipe, cache=measured_cache(recipe.cache, losses))
         if profile is None:
             policy = keep_all(dimensions, model, recipe, losses)
         else:

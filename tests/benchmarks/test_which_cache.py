@@ -218,7 +218,7 @@ def test_presses_answer_at_the_end_and_lose_later_as_the_docs_say() -> None:
     snapkv = [f"{-100 * later[f'SnapKVPress, {share}%'].mean:.0f}" for share in (35, 60)]
     assert "SnapKV loses {} points with 35% and {} with 60%.".format(*snapkv) in page()
     profile = load_scores(ROOT / "examples" / "smollm2" / "er.safetensors")
-    recipe = Recipe(rest="budgeted", budget=256)
+    recipe = Recipe.of(rest="budgeted", budget=256)
     layers = decide(profile, ModelLayers((None,) * profile.model.layers), recipe, None, None).layout.layers
     budgets = np.array([budget for layer in layers for budget in layer.budgets])
     length = report["settings"]["length"]

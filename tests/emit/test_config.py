@@ -69,7 +69,7 @@ def convert(config):
     model = family.dimensions(config)
     profile = HeadProfile(np.zeros((model.layers, model.kv_heads)), "duo", "kv", "test", model)
     return converted_config(
-        config, decide(profile, ModelLayers(family.windows(config)), Recipe(sparsity=0, sink=0, recent=1))
+        config, decide(profile, ModelLayers(family.windows(config)), Recipe.of(sparsity=0, sink=0, recent=1))
     )
 
 
