@@ -34,7 +34,7 @@ from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe
+from kvsurgery.recipe import Budgeted, Recipe
 
 HERE = Path(__file__).resolve().parents[1] / "examples" / "tiny-recall"
 # as published with HeadKV (Fu et al. 2024)
@@ -56,11 +56,11 @@ def load_task() -> ModuleType:
 def prepare(profile: HeadProfile, size: int | None, beta: float | None) -> PreparedConversion:
     """The conversion to `size` tokens per head (None: full heads), spread by score (beta None: evenly)."""
     if size is None:
-        return PreparedConversion.prepare(HERE / "model", profile, Recipe(sparsity=0.0))
+        return PreparedConversion.prepare(HERE / "model", profile, Recipe.of(sparsity=0.0))
     if beta is None:  # equal scores make every beta the same
         profile, beta = replace(profile, scores=np.ones_like(profile.scores)), max(BETAS)
     return PreparedConversion.prepare(
-        HERE / "model", profile, Recipe(rest="budgeted", budget=size - Recipe().window, beta=beta)
+        HERE / "model", profile, Recipe.of(rest="budgeted", budget=size - Budgeted().window, beta=beta)
     )
 
 
@@ -92,8 +92,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
-    if min(arguments.sizes) <= Recipe().window or min(arguments.betas) <= 1:
-        parser.error(f"--sizes must be above {Recipe().window}, the window, and --betas above 1")
+    if min(arguments.sizes) <= Budgeted().window or min(arguments.betas) <= 1:
+        parser.error(f"--sizes must be above {Budgeted().window}, the window, and --betas above 1")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -115,7 +115,7 @@ def main() -> None:
     title = f"Recall of facts in {arguments.length:,} tokens ({arguments.queries} queries), KV cache of one prompt"
     console.stdout.print(console.table(title, ["KV per head", "beta", "exact match", "KV bytes", "of full"], rows, 0))
     if arguments.json:
-        facts = {"queries": arguments.queries, "length": arguments.length, "seed": SEED, "window": Recipe().window}
+        facts = {"queries": arguments.queries, "length": arguments.length, "seed": SEED, "window": Budgeted().window}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         arguments.json.write_text(json.dumps({**facts, **versions, "settings": results}, indent=2) + "\n")
 

@@ -43,7 +43,7 @@ def auto_bits(losses: CacheLosses, path: str, budget: float) -> list[int]:
     """The bits of each layer that `convert --kv-bits auto` chooses with every head full."""
     scores = np.ones((losses.model.layers, losses.model.kv_heads), np.float32)
     profile = HeadProfile(scores, "ablation", "kv", losses.base_model, losses.model)
-    recipe = Recipe(sparsity=0.0, kv_bits="auto", kv_budget=budget, kv_measured=path)
+    recipe = Recipe.of(sparsity=0.0, kv_bits="auto", kv_budget=budget, kv_measured=path)
     assert losses.windows is not None  # as the command measures them
     layers = decide(profile, ModelLayers(losses.windows), recipe, None, losses).layers
     return [layer.quantization.bits for layer in layers if layer.quantization]

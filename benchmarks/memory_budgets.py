@@ -42,7 +42,7 @@ MIB = 1 << 20
 def fit_result(model: Path, profile: HeadProfile, losses: str, memory: int, context: int) -> Fit:
     """What `kvsurgery fit` finds."""
     cache_losses = CacheLosses.load(losses)
-    recipe = Recipe(
+    recipe = Recipe.of(
         fit=Demand(memory, context),
         rest="streaming",
         sink=cache_losses.sink,

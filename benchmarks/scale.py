@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +133,11 @@ def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> 
     model, scores = shape.attention, kv_scores(profile, "mean")
     rows = []
     for sparsity in (0.0, *SPARSITIES):
-        recipe = Recipe(sparsity=sparsity, sink=SINK, recent=RECENT)
+        recipe = Recipe.of(sparsity=sparsity, sink=SINK, recent=RECENT)
         for ranks in RANKS:
             blocks = min(ranks, model.kv_heads)
             uneven_policy, even_policy = (
-                decide(profile, ModelLayers([None] * model.layers), replace(recipe, tp=blocks, tp_uneven=uneven))
+                decide(profile, ModelLayers([None] * model.layers), recipe.changed(tp=blocks, tp_uneven=uneven))
                 for uneven in (True, False)
             )
             uneven_score, even_score = (score(scores, policy) for policy in (uneven_policy, even_policy))

@@ -186,7 +186,7 @@ def conversions(source: Path, out: Path, shares: list[float], options: argparse.
     folders = {"dense": source}
     for share in shares:
         folder = out / f"{share}"
-        recipe = Recipe(sparsity=1 - share, sink=options.sink, recent=options.recent)
+        recipe = Recipe.of(sparsity=1 - share, sink=options.sink, recent=options.recent)
         prepared = PreparedConversion.prepare(source, profile, recipe)
         convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)
         folders[f"{share:.0%} full"] = folder

@@ -12,7 +12,7 @@ here, folder = Path(__file__).parent / "tiny-recall", Path(sys.argv[1])
 folder.mkdir(parents=True, exist_ok=True)
 
 profile = HeadProfile.load(here / "profile.safetensors")
-recipe = Recipe(sparsity=0.5, sink=4, recent=32, kv_bits=8)
+recipe = Recipe.of(sparsity=0.5, sink=4, recent=32, kv_bits=8)
 recipe.save(folder / "recipe.toml")
 
 converted = convert(here / "model", folder / "converted", profile, recipe)

@@ -2,7 +2,7 @@
 
     from kvsurgery import Recipe, convert, revert, verify
 
-    convert("./llama3", "./llama3-duo", "duo.safetensors", Recipe(sparsity=0.5, kv_bits=4))
+    convert("./llama3", "./llama3-duo", "duo.safetensors", Recipe.of(sparsity=0.5, kv_bits=4))
     verify("./llama3-duo")
     revert("./llama3-duo", "./llama3-again")
 

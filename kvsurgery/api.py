@@ -31,7 +31,7 @@ def convert(
         source: a folder, or a Hub id, which is downloaded; None: the model that the profile was measured on.
         out: the folder to fill.
         profile: a head profile, its file or its address on the Hub, in place of those that the recipe names. Without
-            any, every head keeps every token, and the recipe's `kv_bits` quantizes the cache.
+            any, every head keeps every token, and the recipe's `cache` quantizes it.
         recipe: everything else that decides the conversion.
         revision: branch, tag or commit of a Hub id.
         overwrite: replace another conversion in this folder; files of anyone else are never removed.
@@ -40,7 +40,7 @@ def convert(
 
     Raises:
         PolicyError: the recipe cannot be followed with this model and profile.
-        ProfileError: a profile cannot be read, is of another model, or there is none and no `kv_bits`.
+        ProfileError: a profile cannot be read, is of another model, or there is none and no `cache`.
         CheckpointError, UnsupportedModel: the source is malformed, or surgery does not cover it.
         OutputError: `out` cannot be used or written, or holds something else.
         HubError: the Hub cannot be reached, or refuses.

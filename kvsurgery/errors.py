@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
+_SETTING = re.compile(r"`([a-z0-9_.]+)`")
+
 
 class KVSurgeryError(Exception):
     """One clear line: what is wrong, where, and how to mend it.
 
-    Settings stand in backticks, which the command line shows as options. Columns and keys of files stand in quotes.
+    Settings stand in backticks, which the command line shows as its options: `renamed`. Columns and keys of files stand
+    in quotes.
     """
 
     exit_code = 1
@@ -90,6 +96,11 @@ def untrusted(source: object, part: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"the {part} of {source} has code of its own; read it, and set `trust_remote_code` to run it"
     )
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """A message with other names of its settings, as far as they have any."""
+    return _SETTING.sub(lambda match: names.get(match[1], match[0]), message)
 
 
 def short(value: object) -> str:

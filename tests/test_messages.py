@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import click
+import pytest
+
+from kvsurgery.cli.convert import convert
+from kvsurgery.cli.evaluate import evaluate
+from kvsurgery.cli.help import in_options
 from kvsurgery.cli.options import flag
-from kvsurgery.cli.recipe_options import in_flags
+from kvsurgery.cli.profile.compute import compute
+from kvsurgery.cli.sweep import sweep
 from kvsurgery.evaluate.tasks import task_classes
 from kvsurgery.measure.methods import METHODS
 from kvsurgery.setting import settings_of
@@ -67,12 +74,21 @@ def check(size):
     assert flags(source) == [(4, "--size"), (4, "--no-size")]
 
 
-def test_every_setting_becomes_its_flag() -> None:
-    for kind in (*task_classes().values(), *METHODS.values()):
-        for setting in settings_of(kind).values():
-            assert in_flags(f"`{setting.option}`") == flag(setting.option)
+@pytest.mark.parametrize(
+    ("command", "kinds"), [(evaluate, task_classes()), (sweep, task_classes()), (compute, METHODS)]
+)
+def test_every_setting_becomes_its_flag(command: click.Command, kinds: Mapping[str, type]) -> None:
+    with click.Context(command):
+        for kind in kinds.values():
+            for setting in settings_of(kind).values():
+                assert in_options(f"`{setting.option}`") == flag(setting.option)
 
 
-def test_fields_in_backticks_become_flags() -> None:
-    said = in_flags("give another `device`, leave out `resume`, or name it: `base_model` NAME; `generate` runs it")
-    assert said == "give another --device, leave out --resume, or name it: --base-model NAME; `generate` runs it"
+def test_fields_in_backticks_become_flags_of_the_command_that_runs() -> None:
+    message = "give another `device`, leave out `resume` or `kv_bits`; `generate` runs it"
+    with click.Context(compute):
+        assert in_options(message) == "give another --device, leave out --resume or `kv_bits`; `generate` runs it"
+    with click.Context(evaluate):
+        assert in_options("`hidden` of `tasks`") == "--passkey-hidden of --tasks"
+    with click.Context(convert):
+        assert in_options("`kv_bits`, `reform.chunk` or `out`") == "--kv-bits, --reform-chunk or --out"

@@ -67,7 +67,7 @@ def make(contender: Contender, profile: HeadProfile, folder: Path) -> None:
     """Convert the bundled model as a contender says."""
     options = dict(contender.options)
     bits = options.pop("bits", None)
-    prepared = PreparedConversion.prepare(HERE / "model", profile, Recipe(kv_bits=bits, **options))
+    prepared = PreparedConversion.prepare(HERE / "model", profile, Recipe.of(kv_bits=bits, **options))
     convert(prepared.checkpoint, prepared.plan, place(folder, contender), prepared.emitted.files)
 
 

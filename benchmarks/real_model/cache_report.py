@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import figures
 from paired import HEADS, Scores, outside_window, scores
 
-from kvsurgery.recipe import Recipe
+from kvsurgery.recipe import Streaming
 
 ORIGINAL = "original"
 
@@ -43,8 +43,8 @@ class Row:
 
 def rows(report: Mapping[str, Any], right: str = "right") -> list[Row]:
     """What a file of results comes to, the largest caches first; `right_at_end` has other answers than `right`."""
-    results, texts, default_recipe = report["results"], report["settings"]["prompts"], Recipe()
-    base, is_outside = results[ORIGINAL], outside_window(report, default_recipe.sink, default_recipe.recent)
+    results, texts, sizes = report["results"], report["settings"]["prompts"], Streaming()
+    base, is_outside = results[ORIGINAL], outside_window(report, sizes.sink, sizes.recent)
     result_rows = [
         Row(
             name,

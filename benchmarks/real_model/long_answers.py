@@ -20,7 +20,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -43,7 +43,7 @@ from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe
+from kvsurgery.recipe import Budgeted, Recipe
 from kvsurgery.templates.kv_layout import ACCUMULATED, SCORE_BYTES
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
@@ -94,7 +94,7 @@ class Pace:
 
 def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> list[Contender]:
     """All that are compared; but for the original and what grows, each holds as many tokens or bytes at most."""
-    window = Recipe().window
+    window = Budgeted().window
     max_tokens, eager = budget + window + hold, partial(stock, source, "eager")
 
     def ours(name: str, recipe: Recipe) -> Contender:
@@ -113,26 +113,28 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
         return Contender(f"kvpress, {press}, blocks of {hold}", partial(stock, source), session)
 
     def quantized(bits: int, block: int) -> Contender:
-        most_bytes = _bytes(source, profile, Recipe(rest="budgeted", budget=max_tokens - window - block, hold=block))
-        base_recipe = Recipe(rest="budgeted", hold=block, kv_bits=bits, kv_scheme="per-token", kv_residual=block)
+        most_bytes = _bytes(source, profile, Recipe.of(rest="budgeted", budget=max_tokens - window - block, hold=block))
+        base_recipe = Recipe.of(rest="budgeted", hold=block, kv_bits=bits, kv_scheme="per-token", kv_residual=block)
         budget_range = range(max_tokens - window - block, 16 // bits * max_tokens)
         fits = bisect_right(
             budget_range,
             most_bytes,
-            key=lambda candidate: _bytes(source, profile, replace(base_recipe, budget=candidate)),
+            key=lambda candidate: _bytes(source, profile, base_recipe.changed(budget=candidate)),
         )
         return ours(
             f"budgets of {budget_range[fits - 1]} that hold, {bits} bits",
-            replace(base_recipe, budget=budget_range[fits - 1]),
+            base_recipe.changed(budget=budget_range[fits - 1]),
         )
 
     score_tokens = -(-SCORE_BYTES * budget // (2 * profile.model.head_dim * 4))  # tokens whose place their scores take
-    accumulated = Recipe(rest="budgeted", budget=budget - score_tokens, hold=hold, select=ACCUMULATED)
-    streaming = Recipe(sparsity=1.0, rest="streaming", sink=SINK, recent=max_tokens - SINK)
+    accumulated = Recipe.of(rest="budgeted", budget=budget - score_tokens, hold=hold, select=ACCUMULATED)
+    streaming = Recipe.of(sparsity=1.0, rest="streaming", sink=SINK, recent=max_tokens - SINK)
     return [
         Contender(ORIGINAL, partial(stock, source)),
         *(
-            ours(f"budgets of {budget} that hold, blocks of {hold}", Recipe(rest="budgeted", budget=budget, hold=hold))
+            ours(
+                f"budgets of {budget} that hold, blocks of {hold}", Recipe.of(rest="budgeted", budget=budget, hold=hold)
+            )
             for budget, hold in ((budget, hold), (max_tokens - window - hold // 4, hold // 4))
         ),
         *(quantized(bits, hold // 4) for bits in (4, 2)),
@@ -143,7 +145,7 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
             for kind in (H2O, TOVA)
         ),
         *map(pressed, PRESSES),
-        ours(f"budgets of {budget}, all that follows is kept", Recipe(rest="budgeted", budget=budget)),
+        ours(f"budgets of {budget}, all that follows is kept", Recipe.of(rest="budgeted", budget=budget)),
     ]
 
 

@@ -29,7 +29,7 @@ from transformers.utils import logging
 from kvsurgery import __version__
 from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe
+from kvsurgery.recipe import Budgeted, Recipe
 
 BLOCKS, MOST, PARTS = (32, 64, 128), 256, ("watch", "renew", "quantize")
 PROMPT = 300  # tokens, more than a head may keep
@@ -39,7 +39,7 @@ def recipes() -> dict[str, Recipe]:
     """By name, budgets of `MOST` tokens with window and block, all in one dtype or in 4 bits."""
     by_name = {}
     for block in BLOCKS:
-        unquantized = Recipe(rest="budgeted", budget=MOST - Recipe().window - block, hold=block)
+        unquantized = Recipe.of(rest="budgeted", budget=MOST - Budgeted().window - block, hold=block)
         by_name[f"unquantized, blocks of {block}"] = unquantized
         by_name[f"4 bits, blocks of {block}"] = replace(
             unquantized, kv_bits=4, kv_scheme="per-token", kv_residual=block

@@ -92,7 +92,7 @@ def recipe(
     if select == ACCUMULATED:
         budget -= -(-SCORE_BYTES * budget // token_bytes)
     sizes = {"window": arguments.window, "hold": arguments.hold, "beta": arguments.beta}
-    return Recipe(rest="budgeted", budget=budget, select=select, **sizes)
+    return Recipe.of(rest="budgeted", budget=budget, select=select, **sizes)
 
 
 def table(report: dict[str, Any]) -> list[str]:

@@ -32,10 +32,10 @@ WARM = 5  # steps that are not counted
 def recipes(heads: int) -> dict[str, Recipe]:
     """What is compared, by name."""
     return {
-        "every head full": Recipe(full_heads=heads),
-        "half of the heads stream": Recipe(sparsity=0.5),
-        "half of the heads have budgets of 120": Recipe(sparsity=0.5, rest="budgeted", budget=120),
-        "4 bits": Recipe(full_heads=heads, kv_bits=4),
+        "every head full": Recipe.of(full_heads=heads),
+        "half of the heads stream": Recipe.of(sparsity=0.5),
+        "half of the heads have budgets of 120": Recipe.of(sparsity=0.5, rest="budgeted", budget=120),
+        "4 bits": Recipe.of(full_heads=heads, kv_bits=4),
     }
 
 

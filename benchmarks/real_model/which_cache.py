@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
-from kvsurgery.recipe import AUTO, Recipe
+from kvsurgery.recipe import AUTO, Recipe, Streaming
 from kvsurgery.text.haystack import Haystack
 
 ORIGINAL = "original"
@@ -138,7 +138,7 @@ class DuoAttention(Pressed):
 
     def press(self, library: Any) -> Any:
         """The press, which would otherwise download its scores."""
-        press, sizes = library.DuoAttentionPress(head_compression_ratio=1 - self.share), Recipe()
+        press, sizes = library.DuoAttentionPress(head_compression_ratio=1 - self.share), Streaming()
         press.load_attention_pattern = lambda model: (sizes.sink, sizes.recent, kv_scores(self.profile))
         return press
 
@@ -160,34 +160,36 @@ def contenders(losses_path: Path, profiles: list[Path]) -> list[Contender]:
         residual: int | None = None,
         window: tuple[int, int] | None = None,
     ) -> Converted:
-        recipe = Recipe(sparsity=sparsity, rest="streaming")
+        recipe = Recipe.of(sparsity=sparsity, rest="streaming")
         name, series = "kvsurgery, all heads full", "kvsurgery"
         if sparsity:
             name, series = f"kvsurgery, {1 - sparsity:.0%} of heads full {chosen_by}", "kvsurgery, streaming heads"
         if bits:
-            recipe = replace(recipe, kv_bits=bits, kv_measured=str(losses_path))
+            recipe = recipe.changed(kv_bits=bits, kv_measured=str(losses_path))
             name = f"{name}, {bits} bits"
             series += ", bits" if not sparsity else ", 4 bits" if bits == 4 else ", 2 or 8 bits"
         if residual is not None:
-            recipe = replace(recipe, kv_residual=residual)
+            recipe = recipe.changed(kv_residual=residual)
             name, series = (f"{words}, residual {residual}" for words in (name, series))
         if window is not None:
-            recipe = replace(recipe, sink=window[0], recent=window[1])
+            recipe = recipe.changed(sink=window[0], recent=window[1])
             name, series = (f"{words}, window {window[0]} + {window[1]}" for words in (name, series))
         return Converted(name, series, recipe=recipe, profile=scores)
 
     def budgeted(budget: int, bits: int | None = None) -> Converted:
-        recipe, series = Recipe(rest="budgeted", budget=budget), "kvsurgery, budgets"
+        recipe, series = Recipe.of(rest="budgeted", budget=budget), "kvsurgery, budgets"
         name = f"kvsurgery, budgets of {budget} {other_labels[0]}"
         if bits:
-            recipe = replace(recipe, kv_bits=bits, kv_measured=str(losses_path))
+            recipe = recipe.changed(kv_bits=bits, kv_measured=str(losses_path))
             name, series = f"{name}, {bits} bits", f"{series}, {bits} bits"
         return Converted(name, series, recipe=recipe, profile=other_profiles[0])
 
     def by_layer(kv_budget: float) -> Converted:
-        recipe = Recipe(sparsity=0, rest="streaming", kv_bits=AUTO, kv_budget=kv_budget, kv_measured=str(losses_path))
+        recipe = Recipe.of(
+            sparsity=0, rest="streaming", kv_bits=AUTO, kv_budget=kv_budget, kv_measured=str(losses_path)
+        )
         name = f"kvsurgery, all heads full, {kv_budget:g} bits by layer, residual 0"
-        recipe = replace(recipe, kv_residual=0)
+        recipe = recipe.changed(kv_residual=0)
         return Converted(name, "kvsurgery, bits, residual 0", recipe=recipe, profile=losses)
 
     def quantized(backend: str, bits: int) -> Quantized:

@@ -69,7 +69,7 @@ class Choice:
     @property
     def recipe(self) -> Recipe:
         """What the other heads are."""
-        return Recipe(sparsity=round(1 - self.share, 2), rest="streaming", sink=self.sink, recent=self.recent)
+        return Recipe.of(sparsity=round(1 - self.share, 2), rest="streaming", sink=self.sink, recent=self.recent)
 
 
 def of_scores(profile: HeadProfile, scores: np.ndarray) -> HeadProfile:

@@ -69,7 +69,7 @@ def check_stock(folder: Path, config: Mapping[str, Any], ignore_model_code: bool
         raise UnsupportedModel(
             f"config.json names modeling code of the model's own, {reference}; conversion replaces it "
             "by the class of transformers, which may compute something else; if that class loads this checkpoint "
-            "correctly, set `ignore_model_code`"
+            "correctly, set `code.ignore_model_code`"
         )
 
 

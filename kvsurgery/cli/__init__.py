@@ -10,7 +10,7 @@ import sys
 import click
 
 from kvsurgery.cli.help import HelpGroup
-from kvsurgery.errors import Interrupted, KVSurgeryError, RecipeError
+from kvsurgery.errors import Interrupted, KVSurgeryError
 from kvsurgery.version import __version__
 
 LONGEST = 1000  # characters of an error
@@ -110,11 +110,6 @@ def _flush_stdout() -> None:
 
 
 def _line(error: Exception) -> str:
-    """An error in the words of the command line, options in place of fields, in one line whatever a file brings in."""
-    message = str(error)
-    if isinstance(error, KVSurgeryError) and not isinstance(error, RecipeError):
-        from kvsurgery.cli.recipe_options import in_flags
-
-        message = in_flags(message)
-    message = " ".join(message.splitlines())
+    """An error in one line, whatever a file brings in."""
+    message = " ".join(str(error).splitlines())
     return message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.adapter import convert_adapter
-from kvsurgery.cli.help import ADAPTERS, CACHE, HEADS, basic, in_group
-from kvsurgery.cli.options import Grouped, LocalPath, Size, Tokens, flag
+from kvsurgery.cli.help import ADAPTERS, CACHE, HEADS, basic, in_group, sets
+from kvsurgery.cli.options import Grouped, LocalPath, Size, Tokens
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
     profile_option,
@@ -29,7 +29,6 @@ from kvsurgery.cli.running import (
     trust_remote_code_option,
     typed_command,
 )
-from kvsurgery.recipe import OF_REST
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.prepared import PreparedConversion
@@ -52,22 +51,31 @@ if TYPE_CHECKING:
 @in_group(
     CACHE,
     basic(
-        click.option(
-            "--fit",
-            "fit_memory",
-            type=Size(),
-            help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy whose weights, KV "
-            "cache and workspace fit this memory, such as 24GB or 24GiB, of each device. `kvsurgery fit` shows the "
-            "choice.",
+        sets(
+            ["fit", "fit.memory"],
+            click.option(
+                "--fit",
+                "fit_memory",
+                type=Size(),
+                help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy whose weights, "
+                "KV cache and workspace fit this memory, such as 24GB or 24GiB, of each device. `kvsurgery fit` shows "
+                "the choice.",
+            ),
         ),
-        click.option(
-            "--context",
-            "fit_context",
-            type=Tokens(),
-            help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.",
+        sets(
+            ["fit.context"],
+            click.option(
+                "--context",
+                "fit_context",
+                type=Tokens(),
+                help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.",
+            ),
         ),
     ),
-    click.option("--batch", "fit_batch", type=int, help="With --fit: number of sequences at a time.  [default: 1]"),
+    sets(
+        ["fit.batch"],
+        click.option("--batch", "fit_batch", type=int, help="With --fit: number of sequences at a time.  [default: 1]"),
+    ),
     click.option(
         "--kv-check",
         metavar="TEXT",
@@ -192,7 +200,7 @@ def convert(
             if request.folder is not None:
                 check_outside(out, request.folder)
         prepared = request.prepare()
-        _note(options, prepared, request)
+        _note(prepared, request)
         facts = plan.plan_facts(prepared, request.profile or request.reform)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
@@ -205,11 +213,11 @@ def convert(
 
     if stream:
         with request.streamed() as (prepared, remote):
-            _note(options, prepared, request)
+            _note(prepared, request)
             result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite, remote)
     else:
         prepared = request.prepare(out)
-        _note(options, prepared, request)
+        _note(prepared, request)
         result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite)
     facts = plan.plan_facts(prepared, request.profile or request.reform)
     if as_json:
@@ -231,18 +239,12 @@ def convert(
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
 
 
-def _note(options: dict[str, Any], prepared: PreparedConversion, request: Request) -> None:
-    """Print what a fit does not take into account, the options that make no difference, and what vLLM does not do."""
+def _note(prepared: PreparedConversion, request: Request) -> None:
+    """Print what is not checked, what a fit does not take into account, and what vLLM does not do."""
     from kvsurgery.cli.source import warn_about_memory, warn_about_serving, warn_about_towers
-    from kvsurgery.display import console
 
     warn_about_towers(prepared)
     warn_about_memory(prepared, request)
-    used_fields = prepared.policy.recipe.in_use
-    names = (name for of_rest in OF_REST.values() for name in of_rest)
-    unused_flags = [flag(name) for name in names if options[name] is not None and name not in used_fields]
-    if unused_flags and prepared.fit is None:
-        console.stderr.print(f"no head of this conversion uses {', '.join(unused_flags)}")
     warn_about_serving(prepared)
 
 

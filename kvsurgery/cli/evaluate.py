@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.help import TASKS, basic, in_group
+from kvsurgery.cli.help import TASKS, basic, in_group, in_options
 from kvsurgery.cli.options import Grouped, LocalPath
 from kvsurgery.cli.running import POSITIVE, quiet_transformers, reserve, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
@@ -88,7 +88,6 @@ def evaluate(
     quiet_transformers()
 
     from kvsurgery.bench import results as benchmark
-    from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.cli.source import source_folder
     from kvsurgery.display import console
     from kvsurgery.evaluate.checkpoint import check_original, is_converted
@@ -129,7 +128,7 @@ def evaluate(
     ruler = tasks.get("ruler")
     if isinstance(ruler, RulerTask) and ruler.tasks is None:
         for name, reason in ruler.left_out.items():
-            console.stderr.print(f"ruler/{name} is left out: {in_flags(reason)}")
+            console.stderr.print(f"ruler/{name} is left out: {in_options(reason)}")
     with console.drawing_progress() as advance:
         page = write_report(out, advance)
     console.stderr.print(f"wrote {page}, and results.json beside it")
@@ -152,7 +151,6 @@ def check_measured(tasks: Sequence[TaskResult]) -> None:
 
 def _show(results: Results) -> None:
     """The scores as a table with the KV bytes and a verdict on each, what was left out, and what follows from it."""
-    from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.display import console
     from kvsurgery.report.findings import against_original
     from kvsurgery.report.headlines import conclusion
@@ -175,7 +173,7 @@ def _show(results: Results) -> None:
         for reason, count in task.skipped.items():
             console.stderr.print(f"{task.task}: {count} sample{'s' * (count != 1)} left out, {reason}")
     if sentence := conclusion(results):
-        console.stdout.print(in_flags(sentence))
+        console.stdout.print(in_options(sentence))
 
 
 def scores(task: TaskResult, names: Sequence[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.help import CACHE, HEADS, basic, in_group
+from kvsurgery.cli.help import CACHE, HEADS, basic, in_group, sets
 from kvsurgery.cli.options import Grouped, LocalPath, Size, Tokens
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
@@ -40,31 +40,49 @@ ALTERNATIVES = 3
 @in_group(
     CACHE,
     basic(
-        click.option(
-            "--memory",
-            type=Size(),
-            required=True,
-            help="Memory of a device: 24GB is 24 x 10^9 bytes, 24GiB is 24 x 2^30.",
+        sets(
+            ["fit.memory"],
+            click.option(
+                "--memory",
+                type=Size(),
+                required=True,
+                help="Memory of a device: 24GB is 24 x 10^9 bytes, 24GiB is 24 x 2^30.",
+            ),
         ),
-        click.option(
-            "--context", type=Tokens(), required=True, help="Tokens of a sequence, prompt and answer; 128K is 131072."
+        sets(
+            ["fit.context"],
+            click.option(
+                "--context",
+                type=Tokens(),
+                required=True,
+                help="Tokens of a sequence, prompt and answer; 128K is 131072.",
+            ),
         ),
-        click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences at a time."),
+        sets(
+            ["fit.batch"],
+            click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences at a time."),
+        ),
     ),
-    click.option(
-        "--new-tokens",
-        type=Tokens(),
-        default=0,
-        show_default=True,
-        help="Number of generated tokens in the context; budgeted heads keep all of them, unless --hold is given.",
+    sets(
+        ["fit.new_tokens"],
+        click.option(
+            "--new-tokens",
+            type=Tokens(),
+            default=0,
+            show_default=True,
+            help="Number of generated tokens in the context; budgeted heads keep all of them, unless --hold is given.",
+        ),
     ),
-    click.option(
-        "--chunk",
-        type=Tokens(),
-        default=2048,
-        show_default=True,
-        help="Tokens of a prompt that are read at once: the prefill_chunk_size of `generate`. With budgeted heads, the "
-        "whole prompt is read at once if that takes less memory.",
+    sets(
+        ["fit.chunk"],
+        click.option(
+            "--chunk",
+            type=Tokens(),
+            default=2048,
+            show_default=True,
+            help="Tokens of a prompt that are read at once: the prefill_chunk_size of `generate`. With budgeted heads, "
+            "the whole prompt is read at once if that takes less memory.",
+        ),
     ),
 )
 @fit_options

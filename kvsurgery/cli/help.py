@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import Any
 
 import click
+
+from kvsurgery.errors import KVSurgeryError, RecipeError, renamed
 
 EXAMPLES = 2  # in the shorter help
 _ALL = "kvsurgery.help_all"  # in a context's `meta`: whether every option is shown
@@ -26,6 +28,23 @@ def in_group(name: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], An
 def basic(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A decorator like all of these together, whose options are among the few that --help shows."""
     return _marked(decorators, "basic", True)
+
+
+def sets(names: Collection[str], *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A decorator like all of these together, whose options set these settings of the library."""
+    return _marked(decorators, "settings", names)
+
+
+def in_options(message: str) -> str:
+    """A message of the library with options of the running command in place of settings."""
+    return renamed(message, _options_by_setting(click.get_current_context().command))
+
+
+def _options_by_setting(command: click.Command) -> dict[str, str]:
+    """How a command's options are typed, by the settings that they set, and by their own names, which come first."""
+    flags = {param: max(param.opts, key=len) for param in command.params if isinstance(param, click.Option)}
+    by_setting = {name: text for param, text in flags.items() for name in getattr(param, "settings", ())}
+    return by_setting | {param.name: text for param, text in flags.items() if param.name}
 
 
 def _marked(decorators: tuple[Callable[[Any], Any], ...], attribute: str, value: Any) -> Callable[[Any], Any]:
@@ -48,6 +67,16 @@ class HelpPage(click.Command):
     Where options are `basic`, `--help` shows these, the required ones first, the first sentence of each text, the
     description's first paragraph, and the first examples.
     """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; errors of the library then name its options."""
+        try:
+            return super().invoke(ctx)
+        except RecipeError:  # names keys of a file
+            raise
+        except KVSurgeryError as error:
+            error.args = (renamed(str(error), _options_by_setting(self)),)
+            raise
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         help_all = click.Option(
@@ -133,7 +162,9 @@ def _is_basic(param: click.Parameter) -> bool:
 
 def _records(options: list[click.Option], ctx: click.Context) -> list[tuple[str, str]]:
     """Names and text of each option that is not hidden."""
-    return [record for option in options if (record := option.get_help_record(ctx)) is not None]
+    flags = _options_by_setting(ctx.command)
+    records = [record for option in options if (record := option.get_help_record(ctx)) is not None]
+    return [(names, renamed(text, flags)) for names, text in records]
 
 
 def _by_group(options: list[click.Option], ctx: click.Context) -> dict[str, list[tuple[str, str]]]:

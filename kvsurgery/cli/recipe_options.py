@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any, get_args
 
 import click
 
-from kvsurgery.cli.help import CACHE, DEVICES, HEADS, PROMPTS, RUNNING, basic, in_group
+from kvsurgery.cli.help import CACHE, DEVICES, HEADS, PROMPTS, RUNNING, basic, in_group, in_options, sets
 from kvsurgery.cli.options import Bits, LocalPath, Several, Tokens, flag
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.heads.kinds import Rest
-from kvsurgery.recipe import CHOICES, Demand, Recipe
+from kvsurgery.recipe import CHOICES, FLAT, Demand, Recipe, default
 from kvsurgery.system.files import check_file
 from kvsurgery.templates.kv_layout import SELECTS
 
@@ -179,7 +178,10 @@ def _fields(command: Any, excluded: Container[str] = (), swept: Container[str] =
 
 def reform_options(command: Any) -> Any:
     """Add the options that say how long prompts are read."""
-    options = [click.option(flag(f"reform_{name}"), type=kind, help=text) for name, (kind, text) in REFORM.items()]
+    options = [
+        sets([f"reform.{name}"], click.option(flag(f"reform_{name}"), type=kind, help=text))
+        for name, (kind, text) in REFORM.items()
+    ]
     return in_group(PROMPTS, *options)(command)
 
 
@@ -217,14 +219,15 @@ def _option(
     if is_list:
         kind, text = SWEPT_BITS if name == "kv_bits" else (kind, text)
         kind = Several(click.types.convert_type(kind))
-    default = getattr(Recipe(), name, None)
-    if kind is bool and default is None:
-        return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
+    usual = default(name) if name in FLAT else None
+    names = [FLAT[name]] if name in FLAT else []
+    if kind is bool and usual is None:
+        return sets(names, click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text))
     if kind is bool:
-        return click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text)
-    default_text = "" if default is None or "[default" in text else f"  [default: {default}]"
+        return sets(names, click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text))
+    default_text = "" if usual is None or "[default" in text else f"  [default: {usual}]"
     optional_value: dict[str, Any] = {"is_flag": False, "flag_value": BARE[name]} if name in BARE else {}
-    return click.option(flag(name), type=kind, help=text + default_text, **optional_value)
+    return sets(names, click.option(flag(name), type=kind, help=text + default_text, **optional_value))
 
 
 def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
@@ -245,7 +248,7 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
     implied_rest = {"duo": "streaming", "headkv": "budgeted"}.get(method)
     if implied_rest and values.setdefault("rest", implied_rest) != implied_rest:
         raise click.UsageError(f"--method {method} means --rest {implied_rest}; leave one of them out")
-    if "tp_uneven" in values and "tp" not in values and recipe.tp == 1:
+    if "tp_uneven" in values and "tp" not in values and recipe.devices.tp == 1:
         raise click.UsageError("--tp-uneven requires --tp")
     sizes = {name: value for name in REFORM if (value := options.get(f"reform_{name}")) is not None}
     if sizes:
@@ -256,8 +259,8 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
     try:
         recipe = recipe.changed(**values)
     except PolicyError as error:
-        raise click.UsageError(in_flags(str(error))) from error
-    if not recipe.profiles and recipe.budgets_from is None and recipe.kv_bits is None:
+        raise click.UsageError(in_options(str(error))) from error
+    if not recipe.profiles and recipe.budgets_from is None and recipe.cache is None:
         alternative = "" if recipe.fit else "; without one, --kv-bits 8, 4, 3 or 2 quantizes the cache of every head"
         raise click.UsageError(
             f"--profile is missing: the file of scores that decide which heads stay full{alternative}"
@@ -309,26 +312,9 @@ def write_recipe(recipe: Recipe, path: Path | None) -> None:
 
 def flags_of(recipe: Recipe) -> list[str]:
     """The options that ask for a recipe that is complete, apart from its profiles and long prompts."""
-    defaults = Recipe()
     return [
         word
-        for name in recipe.in_use
-        if (value := getattr(recipe, name)) != getattr(defaults, name)
+        for name, value in recipe.options.items()
+        if name == "rest" or value != default(name)
         for word in ([flag(f"no_{name}")] if value is False else [flag(name), *([] if value is True else [str(value)])])
     ]
-
-
-def in_flags(message: str) -> str:
-    """A message with options in place of settings in backticks: of recipes, evaluations and measurements."""
-    names = [name for names in FIELDS.values() for name in names]
-    names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp", "trust_remote_code"]
-    names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
-    names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
-    names += ["how", "base_model", "batches", "rounds", "limit", "seed", "samples", "loss", "lr", "curve", "answers"]
-    names += ["scbench", "mm_niah_tasks", "ruler_tasks", "scbench_tasks", "ask_later"]
-    names += ["lm_eval", "lm_eval_include", "lm_eval_metadata", "lm_eval_plain"]
-    names += ["passkey_asked", "passkey_hidden", "passkey_tokens", "delete_others", "overwrite"]
-    flags = {name: flag(name) for name in names}
-    flags |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked", "new": "--new-tokens"}
-    flags |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}
-    return re.sub(r"`([a-z0-9_.]+)`", lambda match: flags.get(match[1], match[0]), message)

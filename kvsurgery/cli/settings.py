@@ -11,9 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.help import basic, in_group
+from kvsurgery.cli.help import basic, in_group, sets
 from kvsurgery.cli.options import LocalPath, Several, Tokens, flag
-from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.setting import Setting, settings_of
 
 Kinds = Mapping[str, type[Any]]  # dataclasses by the names of their owners
@@ -21,9 +20,10 @@ Kinds = Mapping[str, type[Any]]  # dataclasses by the names of their owners
 
 @dataclass(frozen=True)
 class _Entry:
-    """A setting of one of several dataclasses: its owner, the type and the default of its field."""
+    """A setting of one of several dataclasses: its owner, and the name, the type and the default of its field."""
 
     owner: str
+    field: str
     hint: Any
     value: Any
     setting: Setting
@@ -101,7 +101,7 @@ def _entries(kinds: Kinds) -> dict[str, list[_Entry]]:
         hints = get_type_hints(kind)
         values = {field.name: field.default for field in fields(kind)}
         for name, setting in settings_of(kind).items():
-            result.setdefault(setting.option, []).append(_Entry(owner, hints[name], values[name], setting))
+            result.setdefault(setting.option, []).append(_Entry(owner, name, hints[name], values[name], setting))
     return result
 
 
@@ -116,13 +116,16 @@ def _option(name: str, entries: list[_Entry]) -> Callable[[Any], Any]:
         default_text = f"({_with_owners({default.strip('()'): owners for default, owners in defaults.items()})})"
     kind, [value, *more] = entries[0].type, {entry.value for entry in entries}
     has_plain_default = not more and isinstance(value, str | int) and not isinstance(value, bool)
-    option = click.option(
-        flag(name),
-        name,
-        type=kind,
-        is_flag=kind is click.BOOL,
-        default=str(value) if has_plain_default else None,
-        help=in_flags(f"{text}.{default_text and f'  [default: {default_text}]'}"),
+    option = sets(
+        {entry.field for entry in entries},
+        click.option(
+            flag(name),
+            name,
+            type=kind,
+            is_flag=kind is click.BOOL,
+            default=str(value) if has_plain_default else None,
+            help=f"{text}.{default_text and f'  [default: {default_text}]'}",
+        ),
     )
     return basic(option) if any(entry.setting.basic for entry in entries) else option
 

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvsurgery.cli.recipe_options import in_flags
+from kvsurgery.cli.help import in_options
 from kvsurgery.cli.running import check_revision
 from kvsurgery.errors import short
 from kvsurgery.recipe import Recipe
@@ -62,7 +62,7 @@ def warn_about_serving(prepared: PreparedConversion) -> None:
     from kvsurgery.vllm.forecast import serving_limits
 
     for line in serving_limits(prepared.emitted.config):
-        console.stderr.print(in_flags(line))
+        console.stderr.print(in_options(line))
 
 
 def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:
@@ -77,7 +77,8 @@ def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:
         console.stderr.print(
             f"--context {demand.context} is beyond the {positions} positions that the model was made for"
         )
-    if fit.choice.budget and not demand.new_tokens and prepared.policy.recipe.hold is None:
+    budgeted = prepared.policy.recipe.budgeted
+    if fit.choice.budget and not demand.new_tokens and budgeted and budgeted.hold is None:
         console.stderr.print(
             "budgeted heads keep every generated token; `kvsurgery fit --new-tokens` makes room for these"
         )

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.help import HEADS, in_group
+from kvsurgery.cli.help import HEADS, in_group, in_options
 from kvsurgery.cli.options import Grouped, flag
-from kvsurgery.cli.recipe_options import AXES, in_flags, profile_option, recipe_of, sweep_options
+from kvsurgery.cli.recipe_options import AXES, profile_option, recipe_of, sweep_options
 from kvsurgery.cli.running import quiet_transformers, reserve, revision_option, typed_command
 from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.errors import OutputError
@@ -128,7 +128,7 @@ def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:
 
 def _with_options(results: Sweep) -> Sweep:
     """The sweep with options in place of fields, where it says why settings are left out."""
-    points = (replace(point, skipped=in_flags(point.skipped)) if point.skipped else point for point in results.points)
+    points = (replace(point, skipped=in_options(point.skipped)) if point.skipped else point for point in results.points)
     return replace(results, points=tuple(points))
 
 

@@ -11,7 +11,7 @@ from kvsurgery.conversion.plan import SurgeryPlan, plan_surgery
 from kvsurgery.emit.files import Emitted, emit
 from kvsurgery.errors import PolicyError, ProfileError, UnsupportedModel
 from kvsurgery.policy.fit import Fit, fit
-from kvsurgery.policy.measured import measured_recipe
+from kvsurgery.policy.measured import measured_cache
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import Policy, decide, keep_all
 from kvsurgery.policy.reform import with_reform
@@ -65,7 +65,7 @@ class PreparedConversion:
         if reform is not None and recipe.fit is not None:
             raise PolicyError("`fit` makes no room for reading long prompts; leave it or the reform profile out")
         checkpoint = Checkpoint.open(folder, name, revision)
-        check_stock(folder, checkpoint.config, recipe.ignore_model_code)
+        check_stock(folder, checkpoint.config, recipe.code.ignore_model_code)
         model = checkpoint.model
         if reform is not None and model.family.no_reform:
             raise UnsupportedModel(model.family.no_reform)
@@ -75,27 +75,27 @@ class PreparedConversion:
                 profiled_model = f"{measured_profile.base_model} ({measured_profile.model})"
                 raise ProfileError(f"the profile is of {profiled_model}, but {checkpoint.name} has {dimensions}")
         layers, fit_result, losses = model.layers, None, None
-        if recipe.kv_measured is not None:
-            losses = load_losses(recipe.kv_measured)
+        if recipe.measured is not None:
+            losses = load_losses(recipe.measured)
             if dimensions != losses.model:
                 measured_model = f"{losses.base_model} ({losses.model})"
                 raise ProfileError(
-                    f"{recipe.kv_measured} was measured on {measured_model}, but {checkpoint.name} has {dimensions}"
+                    f"{recipe.measured} was measured on {measured_model}, but {checkpoint.name} has {dimensions}"
                 )
             if layers.windows != losses.windows:
                 raise ProfileError(
-                    f"{recipe.kv_measured} was measured on {losses.base_model}, whose layers have other windows than "
+                    f"{recipe.measured} was measured on {losses.base_model}, whose layers have other windows than "
                     f"those of {checkpoint.name}; measure this model"
                 )
-            recipe = replace(recipe, kv_measured=pinned(recipe.kv_measured, losses))
+            recipe = recipe.changed(kv_measured=pinned(recipe.measured, losses))
         if recipe.fit is not None:
             if profile is None:
                 raise ProfileError("`fit` chooses heads by their scores; give a head profile")
-            footprint = Footprint.of(checkpoint, recipe.tp)
+            footprint = Footprint.of(checkpoint, recipe.devices.tp)
             fit_result = fit(profile, layers, footprint, recipe, budgets, losses)
             recipe = fit_result.choice.recipe(recipe)
-        if losses is not None and recipe.kv_bits != AUTO:
-            recipe = measured_recipe(recipe, losses)
+        if losses is not None and recipe.cache and recipe.cache.bits != AUTO:
+            recipe = replace(recipe, cache=measured_cache(recipe.cache, losses))
         if profile is None:
             policy = keep_all(dimensions, layers, recipe, losses)
         else:

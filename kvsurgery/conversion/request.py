@@ -62,13 +62,13 @@ class Request:
         budgets = None
         if recipe.budgets_from is not None:
             budgets = load_scores(recipe.budgets_from)
-            recipe = replace(recipe, budgets_from=pinned(recipe.budgets_from, budgets))
+            recipe = recipe.changed(budgets_from=pinned(recipe.budgets_from, budgets))
         if budgets is not None and all(profile.scores is None for profile in loaded_profiles):
             loaded_profiles.append(budgets)
         profile, reform = _split_by_kind(loaded_profiles)
         measured_profile = profile or reform
-        if measured_profile is None and recipe.kv_bits is None:
-            raise ProfileError("no head profile is given; without one, `kv_bits` quantizes the cache of every head")
+        if measured_profile is None and recipe.cache is None:
+            raise ProfileError("no head profile is given; without one, `cache.bits` quantizes the cache of every head")
         from_profile = source is None
         if from_profile:
             if measured_profile is None:

@@ -30,9 +30,9 @@ def allocate_budgets(scores: np.ndarray, budget: int, beta: float | None) -> np.
         PolicyError: an option is out of range, or every score is 0.
     """
     if not 1 <= budget <= MAX_BUDGET:
-        raise PolicyError(f"`budget` must lie in [1, {MAX_BUDGET}], got {budget}")
+        raise PolicyError(f"`budgeted.budget` must lie in [1, {MAX_BUDGET}], got {budget}")
     if beta is not None and not 1 < beta < np.inf:
-        raise PolicyError(f"`beta` must be > 1, got {beta}")
+        raise PolicyError(f"`budgeted.beta` must be > 1, got {beta}")
     scores = scores.astype(np.float64)
     if scores.size and not scores.sum() > 0:
         raise PolicyError(

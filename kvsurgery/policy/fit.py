@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from kvsurgery.errors import PolicyError
@@ -14,7 +14,7 @@ from kvsurgery.policy.prices import ERRORS, LEAST_BUDGET, Candidate, Prices, qua
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Demand, Recipe
+from kvsurgery.recipe import Cache, Demand, Recipe
 from kvsurgery.system.sizes import size
 
 
@@ -81,31 +81,31 @@ def fit(
     """
     if recipe.fit is None:
         raise PolicyError("`fit` is missing: give the memory and the context")
-    base_recipe = replace(recipe, rest=recipe.rest or usual_rest(profile, budgets), fit=None, kv_bits=8)
-    budget = LEAST_BUDGET if base_recipe.rest == "budgeted" else None
+    cache = recipe.cache or Cache()
+    base_recipe = recipe.changed(rest=recipe.rest or usual_rest(profile, budgets), fit=None, kv_bits=8)
+    budget = LEAST_BUDGET if base_recipe.budgeted else None
     # raises what is wrong with the recipe before anything is priced
-    checked_recipe = base_recipe.changed(full_heads=0, budget=budget, kv_bits=8 if recipe.kv_streaming else None)
-    beta = decide(profile, model, checked_recipe, budgets).recipe.beta
-    scores = kv_scores(profile, recipe.group_reduce, model.sources)[model.eligible]
+    checked_recipe = base_recipe.changed(full_heads=0, budget=budget, kv_bits=8 if cache.streaming else None)
+    beta = decide(profile, model, checked_recipe, budgets).options.get("beta")
+    scores = kv_scores(profile, recipe.heads.group_reduce, model.sources)[model.eligible]
     if not scores.any():
         raise PolicyError("every score of this profile is 0, so no policy is better than another; use another profile")
 
     # a strict layout has this many full heads at a time
-    run = 1 if recipe.tp_uneven else recipe.tp
+    run = 1 if recipe.devices.tp_uneven else recipe.devices.tp
     demand = recipe.fit
-    if base_recipe.rest == "budgeted":
+    streaming = base_recipe.streaming
+    if streaming is None:
         losses = None
-    elif losses is not None and (recipe.sink, recipe.recent) != (losses.sink, losses.recent):
+    elif losses is not None and (streaming.sink, streaming.recent) != (losses.sink, losses.recent):
         raise PolicyError(
-            f"`kv_measured` has streaming heads of `sink` {losses.sink} and `recent` {losses.recent}, and this recipe "
-            f"{recipe.sink} and {recipe.recent}; give the same, or measure again"
+            f"`cache.measured` has streaming heads of `streaming.sink` {losses.sink} and `streaming.recent` "
+            f"{losses.recent}, and this recipe {streaming.sink} and {streaming.recent}; give the same, or measure again"
         )
-    cache_quantizations = quantizations(
-        base_recipe, footprint.model.head_dim, ERRORS if losses is None else losses.settings
-    )
+    cache_quantizations = quantizations(cache, footprint.model.head_dim, ERRORS if losses is None else losses.settings)
     stored_windows = [0 if layer in model.sources else window for layer, window in enumerate(model.windows)]
     prices = Prices(footprint, demand, stored_windows, scores, cache_quantizations, run, losses)
-    budget_scores = kv_scores(budgets or profile, recipe.group_reduce, model.sources)[model.eligible]
+    budget_scores = kv_scores(budgets or profile, recipe.heads.group_reduce, model.sources)[model.eligible]
     candidates = [*prices.candidates(base_recipe, budget_scores, beta)]
     fitting_candidates = [candidate for candidate in candidates if candidate.total <= demand.memory]
     if not fitting_candidates:
@@ -120,11 +120,11 @@ def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand:
     if footprint.weights > demand.memory:
         return PolicyError(
             f"nothing fits in {size(demand.memory)}: the weights alone take {size(footprint.weights)}; "
-            "raise `memory` or `tp`"
+            "raise `fit.memory` or `devices.tp`"
         )
-    hint = "shorten `context`, lower `batch` or `chunk`, or raise `tp`"
+    hint = "shorten `fit.context`, lower `fit.batch` or `fit.chunk`, or raise `devices.tp`"
     if footprint.positions is not None and footprint.positions < demand.context:
-        hint = f"`context` is beyond the {footprint.positions} positions that the model was made for; {hint}"
+        hint = f"`fit.context` is beyond the {footprint.positions} positions that the model was made for; {hint}"
     if any(candidate.rest == "budgeted" for candidate in candidates):
         hint += "; or set `rest` to streaming, since budgeted heads hold a prompt until its end"
     return PolicyError(

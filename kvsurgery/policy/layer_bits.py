@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsurgery.errors import PolicyError
 from kvsurgery.heads.kinds import full_heads
-from kvsurgery.policy.measured import measured_recipe
+from kvsurgery.policy.measured import measured_cache
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
@@ -28,19 +28,21 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
         PolicyError: there are budgeted heads or no full ones, heads cannot be stored so, or the budget is smaller than
             the smallest width.
     """
-    if recipe.rest == "budgeted":
-        raise PolicyError("`kv_bits` auto is for full heads: budgeted heads are not measured; give a width")
+    cache = recipe.cache
+    assert cache is not None  # as they say how the bits are chosen
+    assert cache.budget is not None
+    if recipe.budgeted:
+        raise PolicyError("`cache.bits` auto is for full heads: budgeted heads are not measured; give a width")
     if not any(layer.full for layer in layout.layers):
-        raise PolicyError("`kv_bits` auto is for full heads, and this policy has none; leave it out")
+        raise PolicyError("`cache.bits` auto is for full heads, and this policy has none; leave it out")
     quantizations: dict[int, Quantization | None] = {UNQUANTIZED: None}
     for bits in losses.settings:
-        width_recipe = measured_recipe(replace(recipe, kv_bits=bits, kv_budget=None), losses)
-        width_recipe.check_quantization(layout.head_dim)
-        quantizations[bits] = width_recipe.quantization
+        width_cache = measured_cache(replace(cache, bits=bits, budget=None), losses)
+        width_cache.check_quantization(layout.head_dim)
+        quantizations[bits] = width_cache.quantization
     widths = sorted(quantizations)
-    assert recipe.kv_budget is not None  # as the bits are chosen
-    if recipe.kv_budget < widths[0]:
-        raise PolicyError(f"`kv_budget`: heads of {layout.head_dim} have at least {widths[0]} bits a value")
+    if cache.budget < widths[0]:
+        raise PolicyError(f"`cache.budget`: heads of {layout.head_dim} have at least {widths[0]} bits a value")
     expected_losses = [
         np.zeros((losses.model.layers, losses.model.kv_heads)) if quantization is None else losses.expected(str(bits))
         for bits, quantization in sorted(quantizations.items())
@@ -53,7 +55,7 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
     ]
     costs = [[bits * len(layer_heads) for bits in widths] for layer_heads in heads]
     # budgets are decimal fractions
-    total_bits = int(recipe.kv_budget * sum(layer.full for layer in layout.layers) + 1e-6)
+    total_bits = int(cache.budget * sum(layer.full for layer in layout.layers) + 1e-6)
     columns = dict(zip(full_places, least_loss(layer_losses, costs, total_bits), strict=True))
     layers = tuple(
         replace(layer, quantization=quantizations[widths[columns[place]]] if place in columns else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,19 +22,14 @@ from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import MAX_BUDGET, SCORE_METHODS
-from kvsurgery.recipe import AUTO, Recipe
+from kvsurgery.recipe import Recipe, default
 from kvsurgery.templates.kv_layout import (
-    ACCUMULATED,
     TILE,
     KVLayout,
     LayerLayout,
     Quantization,
-    Selection,
 )
 from kvsurgery.templates.kv_reform import Reform
-
-# far beyond any context, and sums of positions still fit 32 bits
-MAX_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -147,12 +142,13 @@ def decide(
                 f"{measured_profile.base_model}; measure this model: kvsurgery profile compute"
             )
     _check_model(model, profile.model, recipe)
-    scores = kv_scores(profile, recipe.group_reduce, model.sources)
-    _check_threshold(recipe.threshold, profile.method)
+    scores = kv_scores(profile, recipe.heads.group_reduce, model.sources)
+    _check_threshold(recipe.heads.threshold, profile.method)
     recipe = completed(recipe, profile, budgets)
-    mask = asked_mask = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
-    if recipe.tp > 1 and not recipe.tp_uneven:
-        mask = best_heads(scores, eligible, (2 * int(asked_mask.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
+    mask = asked_mask = full_mask(scores, eligible, recipe.heads.chosen or {"full_heads": 0})
+    tp = recipe.devices.tp
+    if tp > 1 and not recipe.devices.tp_uneven:
+        mask = best_heads(scores, eligible, (2 * int(asked_mask.sum()) + tp) // (2 * tp), tp)
     layers = _layers(mask, _budgets(mask, budget_profile, model, recipe), recipe)
     layout = _layout(layers, model, profile.model, recipe, losses)
     options = {"method": profile.method, **_options(recipe, losses)}
@@ -174,14 +170,12 @@ def keep_all(
         PolicyError: the recipe asks for other heads, fields are out of range, or no layer has full attention.
     """
     _check_model(model, dimensions, recipe)
-    score_fields = ("rest", "budget", "budgets_from", "hold")
-    stated_fields = [*recipe.chosen, *(name for name in score_fields if getattr(recipe, name) is not None)]
-    if stated_fields:
+    stated = recipe.stated("heads") or recipe.stated("streaming") or recipe.stated("budgeted")
+    if stated or recipe.rest:
         raise PolicyError(
-            f"`{stated_fields[0]}` chooses heads by scores, and no profile with scores is given; add one, or leave it "
-            "out, and every head stays full"
+            f"{stated or '`rest`'} requires a profile with scores, and none is given; add one, or leave it out, and "
+            "every head stays full"
         )
-    recipe = recipe.trimmed()
     layers = _layers(np.ones((dimensions.layers, dimensions.kv_heads), dtype=bool), None, recipe)
     return Policy(_layout(layers, model, dimensions, recipe, losses), recipe, _options(recipe, losses))
 
@@ -192,20 +186,20 @@ def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None 
     Raises:
         PolicyError: it does not say how many heads are full, where budgets follow another profile.
     """
-    if budgets not in (None, profile) and not recipe.chosen:
+    if budgets not in (None, profile) and not recipe.heads.chosen:
         raise PolicyError(
-            "with `budgets_from`, the profile only chooses the full heads; say how many with `full_heads` or "
-            "`sparsity`, or leave the profile out"
+            "with `budgeted.budgets_from`, the profile only chooses the full heads; say how many with "
+            "`heads.full_heads` or `heads.sparsity`, or leave the profile out"
         )
     rest, budget_profile = recipe.rest or usual_rest(profile, budgets), budgets or profile
-    values: dict[str, Any] = {"rest": rest}
-    if rest == "budgeted":
-        values["beta"] = usual_beta(budget_profile) if recipe.beta is None else recipe.beta
-    if rest == "streaming" and not recipe.chosen:
-        values["sparsity"] = 0.75 if profile.model.group == 1 else 0.5
+    recipe = recipe.changed(rest=rest)
+    if recipe.budgeted and recipe.budgeted.beta is None:
+        recipe = recipe.changed(beta=usual_beta(budget_profile))
+    if recipe.streaming and not recipe.heads.chosen:
+        recipe = recipe.changed(sparsity=0.75 if profile.model.group == 1 else 0.5)
     if profile.granularity == budget_profile.granularity == "kv":
-        values["group_reduce"] = Recipe.group_reduce
-    return replace(recipe, **values).trimmed()
+        recipe = recipe.changed(group_reduce=default("group_reduce"))
+    return recipe
 
 
 def usual_rest(profile: HeadProfile, budgets: HeadProfile | None = None) -> Rest:
@@ -221,8 +215,8 @@ def usual_beta(budget_profile: HeadProfile) -> float | None:
 
 def _options(recipe: Recipe, losses: CacheLosses | None) -> dict[str, Any]:
     """What provenance records of a recipe that is complete."""
-    options = {name: getattr(recipe, name) for name in recipe.in_use}
-    if "kv_measured" in options and losses is not None:
+    options = recipe.options
+    if losses is not None and recipe.measured is not None:
         options["kv_measured"] = losses.hash[:16]
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
@@ -232,7 +226,7 @@ def _check_model(model: ModelLayers, dimensions: ModelDimensions, recipe: Recipe
     if not model.eligible.any():
         raise PolicyError("no layer of this model has full attention; there is nothing to convert")
     for layer_dimensions in (dimensions, model.sliding or dimensions):
-        check_blocks(recipe.tp, layer_dimensions.kv_heads)
+        check_blocks(recipe.devices.tp, layer_dimensions.kv_heads)
 
 
 def _layout(
@@ -248,65 +242,62 @@ def _layout(
         for place, (layer, is_converted) in enumerate(zip(layers, model.eligible, strict=True))
     )
     layout = KVLayout(all_layers, dimensions.head_dim)
-    if recipe.kv_bits == AUTO:
+    cache = recipe.cache
+    if cache is None:
+        return layout
+    quantization = cache.quantization
+    if quantization is None:
         assert losses is not None  # as the recipe names their file
         return with_layer_bits(layout, recipe, losses)
-    quantization = recipe.quantization
-    if quantization is None:
-        return layout
     for head_dim in {layer.head_dim or layout.head_dim for layer in layout.layers}:
-        recipe.check_quantization(head_dim)
+        cache.check_quantization(head_dim)
     try:
         layout = layout.quantized(quantization)
     except ValueError as error:
-        raise PolicyError(f"`kv_bits`: {error}") from error
+        raise PolicyError(f"`cache.bits`: {error}") from error
     min_window = 2 * (quantization.residual + TILE)
-    windows = [layer.recent for layer in layout.layers if layer.native or recipe.rest == "streaming"]
+    windows = [layer.recent for layer in layout.layers if layer.native or recipe.streaming]
     if quantization.streaming and windows and max(windows) < min_window:
         raise PolicyError(
-            f"`kv_streaming` is for windows of at least {min_window} tokens, and the longest has {max(windows)}; leave "
-            "it out"
+            f"`cache.streaming` is for windows of at least {min_window} tokens, and the longest has {max(windows)}; "
+            "leave it out"
         )
     head_counts = counts(layout)
     if not head_counts[FULL] + head_counts[BUDGETED] and not quantization.streaming:
-        raise PolicyError("`kv_bits` is for full and budgeted heads, and this policy has none; leave it out")
+        raise PolicyError("`cache.bits` is for full and budgeted heads, and this policy has none; leave it out")
     return layout
 
 
 def _budgets(full: np.ndarray, budget_profile: HeadProfile, model: ModelLayers, recipe: Recipe) -> np.ndarray | None:
     """int64 [layers, kv_heads]: the budget of each head that has one; None where heads stream."""
-    if recipe.rest != "budgeted":
+    if recipe.budgeted is None:
         return None
-    _check_selection(recipe.selection)
-    scores = kv_scores(budget_profile, recipe.group_reduce, model.sources)
+    budget, beta, selection = recipe.budgeted.budget, recipe.budgeted.beta, recipe.budgeted.selection
+    scores = kv_scores(budget_profile, recipe.heads.group_reduce, model.sources)
     budgets, budgeted_mask = np.zeros(scores.shape, dtype=np.int64), ~full & model.eligible[:, None]
-    if recipe.budget is not None:
-        budgets[budgeted_mask] = allocate_budgets(scores[budgeted_mask], recipe.budget, recipe.beta)
-    elif SCORE_METHODS[budget_profile.method].kind == "budget" and recipe.beta is None:
+    if budget is not None:
+        budgets[budgeted_mask] = allocate_budgets(scores[budgeted_mask], budget, beta)
+    elif SCORE_METHODS[budget_profile.method].kind == "budget" and beta is None:
         budgets[budgeted_mask] = scores[budgeted_mask]
     else:
         raise PolicyError(
-            "`budget` is missing: tokens of the prompt that a budgeted head keeps; or set `rest` to streaming"
+            "`budgeted.budget` is missing: tokens of the prompt that a budgeted head keeps; or set `rest` to streaming"
         )
-    min_budget, sinks = budgets[budgeted_mask].min(initial=MAX_BUDGET), recipe.selection.sinks
+    min_budget, sinks = budgets[budgeted_mask].min(initial=MAX_BUDGET), selection.sinks
     if min_budget < sinks:
         raise PolicyError(
-            f"`select` {recipe.select} keeps the first {sinks} tokens in every budgeted head, and the smallest budget "
-            f"is {min_budget}; raise `budget` or `beta`"
+            f"`budgeted.select` {selection.select} keeps the first {sinks} tokens in every budgeted head, and the "
+            f"smallest budget is {min_budget}; raise `budgeted.budget` or `budgeted.beta`"
         )
     return budgets
 
 
 def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> list[LayerLayout]:
     """Layers of which these heads are full, bool [layers, kv_heads], and the others stream or keep so much."""
-    sizes, selection = (0, 1), None
-    if recipe.rest == "streaming":
-        _check_streaming(recipe.sink, recipe.recent)
-        sizes = recipe.sink, recipe.recent
-    elif recipe.rest == "budgeted":
-        selection = recipe.selection
+    sizes = (recipe.streaming.sink, recipe.streaming.recent) if recipe.streaming else (0, 1)
+    selection = recipe.budgeted.selection if recipe.budgeted else None
     result = []
-    for layer, (order, blocks) in enumerate(arrange(full, budgets, recipe.tp)):
+    for layer, (order, blocks) in enumerate(arrange(full, budgets, recipe.devices.tp)):
         layer_budgets = (
             () if budgets is None else tuple(int(budgets[layer, head]) for head in order if not full[layer, head])
         )
@@ -332,25 +323,4 @@ def _check_threshold(threshold: float | None, method: str) -> None:
     if threshold is None or 0 <= threshold <= (np.finfo(float).max if max_score is None else max_score):
         return
     allowed_range = "be a finite number of 0 or more" if max_score is None else f"lie in [0, {max_score:g}]"
-    raise PolicyError(f"`threshold` must {allowed_range} for {method} scores, got {threshold}")
-
-
-def _check_streaming(sink: int, recent: int) -> None:
-    if sink < 0 or recent < 1:
-        raise PolicyError(f"`sink` must be >= 0 and `recent` >= 1, got {sink} and {recent}")
-    if sink + recent > MAX_WINDOW:
-        raise PolicyError(f"`sink` and `recent` together must be at most {MAX_WINDOW} tokens, got {sink} and {recent}")
-
-
-def _check_selection(selection: Selection) -> None:
-    if not 1 <= selection.window <= MAX_WINDOW:
-        raise PolicyError(f"`window` must lie in [1, {MAX_WINDOW}], got {selection.window}")
-    if not 1 <= selection.kernel_size <= MAX_WINDOW or selection.kernel_size % 2 == 0:
-        raise PolicyError(f"`kernel_size` must be odd and in [1, {MAX_WINDOW}], got {selection.kernel_size}")
-    if selection.hold is not None and not selection.window <= selection.hold <= MAX_WINDOW:
-        raise PolicyError(
-            f"`hold` must lie in [{selection.window}, {MAX_WINDOW}] tokens: the observation window, `window`, must fit "
-            f"into the block of recent tokens; got {selection.hold}"
-        )
-    if selection.select == ACCUMULATED and selection.hold is None:
-        raise PolicyError("`select` accumulated requires `hold`, since it adds up several selections")
+    raise PolicyError(f"`heads.threshold` must {allowed_range} for {method} scores, got {threshold}")

@@ -25,7 +25,7 @@ from kvsurgery.policy.tensor_parallel import arrange
 from kvsurgery.profile.cache_losses import STREAMING_CACHE, CacheLosses
 from kvsurgery.profile.full_heads import ranked_heads
 from kvsurgery.profile.methods import MAX_BUDGET
-from kvsurgery.recipe import MAX_TOKENS, Demand, Recipe
+from kvsurgery.recipe import MAX_TOKENS, Cache, Demand, Recipe
 from kvsurgery.templates import kv_layout
 from kvsurgery.templates.kv_layout import Quantization
 
@@ -122,11 +122,12 @@ class Prices:
 
     def candidates(self, recipe: Recipe, budget_scores: np.ndarray, beta: float | None) -> Iterator[Candidate]:
         """Candidates whose other heads become what a recipe says; budgets follow scores float32 [layers, kv_heads]."""
-        if recipe.rest == "streaming":
-            yield from self.streaming(range(0, self.heads + 1, self.run), recipe.sink, recipe.recent)
-        else:
+        if recipe.streaming:
+            counts = range(0, self.heads + 1, self.run)
+            yield from self.streaming(counts, recipe.streaming.sink, recipe.streaming.recent)
+        elif recipe.budgeted:
             yield from self.streaming([self.heads], 0, 1)  # every head full
-            yield from self.budgeted(budget_scores, beta, recipe.selection)
+            yield from self.budgeted(budget_scores, beta, recipe.budgeted.selection)
 
     def streaming(self, counts: Sequence[int], sink: int, recent: int) -> Iterator[Candidate]:
         """Candidates with this many full heads, whose others stream."""
@@ -265,7 +266,7 @@ class Prices:
         return layout.prefill_peak_bytes(**size, chunk=chunk) - layout.kv_bytes(**size)
 
 
-def quantizations(recipe: Recipe, head_dim: int, widths: Iterable[int]) -> list[Quantization | None]:
+def quantizations(cache: Cache, head_dim: int, widths: Iterable[int]) -> list[Quantization | None]:
     """The model's dtype, and these bits as far as heads of this size can be stored so.
 
     Raises:
@@ -274,9 +275,9 @@ def quantizations(recipe: Recipe, head_dim: int, widths: Iterable[int]) -> list[
     result: list[Quantization | None] = [None]
     for bits in widths:
         if head_dim * bits % 16 == 0:  # codes fill whole words
-            quantized_recipe = replace(recipe, kv_bits=bits)
-            quantized_recipe.check_quantization(head_dim)
-            result.append(quantized_recipe.quantization)
+            width_cache = replace(cache, bits=bits)
+            width_cache.check_quantization(head_dim)
+            result.append(width_cache.quantization)
     return result
 
 

@@ -25,7 +25,7 @@ def check_blocks(blocks: int, kv_heads: int) -> None:
     """Raise PolicyError where a layer's heads do not divide into this many blocks."""
     if blocks < 1 or kv_heads % blocks:
         divisors = ", ".join(str(count) for count in range(1, kv_heads + 1) if kv_heads % count == 0)
-        raise PolicyError(f"`tp` must divide the {kv_heads} KV heads of a layer ({divisors}), got {blocks}")
+        raise PolicyError(f"`devices.tp` must divide the {kv_heads} KV heads of a layer ({divisors}), got {blocks}")
 
 
 def arrange(full: np.ndarray, budgets: np.ndarray | None, blocks: int) -> list[Blocks]:

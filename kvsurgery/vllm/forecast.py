@@ -90,13 +90,13 @@ def serving_limits(config: Any) -> tuple[str, ...]:
     layout, limits = KVLayout.from_config(config), []
     if layout.quantization:
         limits.append(
-            "vLLM ignores the quantized cache (`kv_bits`) and stores 16 bit; use transformers with "
+            "vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit; use transformers with "
             "trust_remote_code=True to save these bytes"
         )
     if prediction.processes < max(layout.processes):
         limits.append(
             f"vLLM serves this over {prediction.processes} of {max(layout.processes)} processes, as it needs equal "
-            "numbers of full heads in all; convert without `tp_uneven`"
+            "numbers of full heads in all; convert without `devices.tp_uneven`"
         )
     if prediction.text_only:
         limits.append("vLLM serves text alone, as tokens of an image see each other in both directions in this model")

@@ -119,7 +119,7 @@ def test_caches_of_as_many_tokens_take_as_many_bytes(
         assert held[name] == [MOST * token] * 2
     assert held["budgets of 10, all that follows is kept"] == [(BUDGET + WINDOW + NEW) * token] * 2
     profile = HeadProfile.load(command[3])
-    plain = Recipe(rest="budgeted", budget=34, hold=8)
+    plain = Recipe.of(rest="budgeted", budget=34, hold=8)
     for bits in (4, 2):  # as many bytes as fit, in 16 bit
         [budget] = (int(name.split()[2]) for name in found if name.endswith(f"{bits} bits"))
         how = replace(plain, kv_bits=bits, kv_scheme="per-token", kv_residual=8)
@@ -262,7 +262,7 @@ def test_the_docs_say_what_caches_take_in_16_bit() -> None:
     """Of the recipes that were measured in float32, which the committed bytes confirm."""
     found = json.loads((ROOT / "benchmarks" / "results" / "long-answers.json").read_text())
     profile = HeadProfile.load(ROOT / "examples" / "smollm2" / "er.safetensors")
-    plain = Recipe(rest="budgeted", budget=216, hold=32)
+    plain = Recipe.of(rest="budgeted", budget=216, hold=32)
     packed = replace(plain, kv_bits=4, kv_scheme="per-token", kv_residual=32)
     recipes = {
         "budgets of 216 that hold, blocks of 32": plain,

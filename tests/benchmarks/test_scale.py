@@ -42,7 +42,7 @@ def test_what_unequal_blocks_cost() -> None:
     profile = HeadProfile(np.array([[0.75, 0, 0, 0.25], [0, 0, 0.5, 0]], np.float32), "duo", "kv", "by hand", model)
     found = {}
     for uneven in (False, True):
-        policy = decide(profile, ModelLayers([None] * 2), Recipe(full_heads=2, tp=2, tp_uneven=uneven))
+        policy = decide(profile, ModelLayers([None] * 2), Recipe.of(full_heads=2, tp=2, tp_uneven=uneven))
         found[uneven] = scale.balance(scale.layout_of(policy, model).parts(2), tokens)
         # asked for are 0.75 and 0.5; alike are two of the first layer, 0.75 and 0.25
         assert scale.score(profile.scores, policy) == (1.25 if uneven else 1)
@@ -55,7 +55,7 @@ def test_what_unequal_blocks_cost() -> None:
 def test_context_is_the_longest_that_fits(full: int, bits: int, room: float) -> None:
     model = ModelDimensions(1, 4, 4, 32)
     profile = HeadProfile(np.ones((1, 4), np.float32), "duo", "kv", "by hand", model)
-    layout = scale.layout_of(decide(profile, ModelLayers([None]), Recipe(full_heads=max(full, 1))), model)
+    layout = scale.layout_of(decide(profile, ModelLayers([None]), Recipe.of(full_heads=max(full, 1))), model)
     layout = layout if bits == 16 else layout.quantized(Quantization(bits))
     tokens = scale.context(layout, room)
     assert tokens == 0 or layout.kv_bytes(1, tokens) <= room

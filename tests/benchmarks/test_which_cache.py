@@ -214,7 +214,7 @@ def test_presses_answer_at_the_end_and_lose_later_as_the_docs_say() -> None:
     assert shown <= figures(PAGE, "**Asked at the end**")
     shown = {f"{-100 * later[name].mean:.0f}" for name in (smallest, "SnapKVPress, 35%", "SnapKVPress, 60%")}
     profile = load_scores(ROOT / "examples" / "smollm2" / "er.safetensors")
-    recipe = Recipe(rest="budgeted", budget=256)
+    recipe = Recipe.of(rest="budgeted", budget=256)
     layers = decide(profile, ModelLayers((None,) * profile.model.layers), recipe, None, None).layout.layers
     budgets = np.array([budget for layer in layers for budget in layer.budgets])
     length = report["settings"]["length"]

@@ -75,7 +75,7 @@ def test_from_the_plan_to_the_way_back(measured: Path) -> None:
 
     done("verify", "out", "--source", "llama")
     kept = Path("kept.toml").read_text().splitlines()
-    assert {'kv_bits = "auto"', "kv_budget = 6.4", 'kv_measured = "losses.safetensors"'} <= {*kept}
+    assert {'bits = "auto"', "budget = 6.4", 'measured = "losses.safetensors"'} <= {*kept}
     done("convert", "llama", "--recipe", "kept.toml", "--out", "again")
     assert Path("again/config.json").read_bytes() == Path("out/config.json").read_bytes()
     done("convert", "llama", "--recipe", "kept.toml", "--kv-bits", "4", "--out", "four")

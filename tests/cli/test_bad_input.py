@@ -264,6 +264,31 @@ def test_an_empty_name_is_no_file(here: Path, arguments: tuple[str, ...]) -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--recent", 0), "--recent >= 1"),
+        (("--budget", 9, "--method", "duo"), "--rest streaming and --budget exclude each other"),
+        (
+            ("--budget", 9, "--sink", 4),
+            "--sink and --budget exclude each other, as heads that are not full either stream",
+        ),
+        ((*BUDGETED, 9, "--window", 0), r"--window must lie in \[1, "),
+        ((*BUDGETED, 9, "--window", 10**30), r"--window must lie in \[1, "),
+        ((*BUDGETED, 9, "--kernel-size", 4), "--kernel-size must be odd"),
+        ((*BUDGETED, 9, "--kernel-size", 10**30 + 1), "--kernel-size must be odd and in"),
+        ((*BUDGETED, 9, "--select", "accumulated"), "--select accumulated requires --hold"),
+        ((*BUDGETED, 9, "--hold", 7), r"--hold must lie in \[8, .*: the observation window, --window, must fit into"),
+    ],
+)
+def test_options_that_no_recipe_has(here, options, words):
+    before = tree(here)
+    result = run(*CONVERT, *options)
+    assert result.code == 2
+    assert re.search(words, result.err)
+    assert tree(here) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         (("--sparsity", 1.01), r"--sparsity must lie in \[0, 1\], got 1.01"),
         (("--sparsity", -0.1), r"--sparsity must lie in \[0, 1\], got -0.1"),
         (("--sparsity", "nan"), r"--sparsity must lie in \[0, 1\], got nan"),
@@ -272,25 +297,16 @@ def test_an_empty_name_is_no_file(here: Path, arguments: tuple[str, ...]) -> Non
         (("--threshold", -0.1), r"--threshold must lie in \[0, 1\] for duo scores, got -0.1"),
         (("--full-heads", 7), r"--full-heads must lie in \[0, 6\] for this model, got 7"),
         (("--full-heads", -1), r"--full-heads must lie in \[0, 6\]"),
-        (("--recent", 0), "--recent >= 1"),
-        (("--budget", 9), "--budget is for budgeted heads"),
         ((*BUDGETED, 0), r"--budget must lie in \[1, "),
         ((*BUDGETED, 9, "--beta", 1), "beta"),
         ((*BUDGETED, 9, "--beta", "nan"), "beta"),
-        ((*BUDGETED, 9, "--window", 0), r"--window must lie in \[1, "),
-        ((*BUDGETED, 9, "--window", 10**30), r"--window must lie in \[1, "),
-        ((*BUDGETED, 9, "--kernel-size", 4), "--kernel-size must be odd"),
-        ((*BUDGETED, 9, "--kernel-size", 10**30 + 1), "--kernel-size must be odd and in"),
-        (("--hold",), "--hold is for budgeted heads"),
-        (("--select", "value-norm"), "--select is for budgeted heads"),
+        (("--hold",), "--budget is missing"),
         (("--save-recipe", PROFILE), "exists and is not a recipe; give another file"),
         (("--save-recipe", "nowhere/recipe.toml"), "there is no folder nowhere; make it first"),
-        ((*BUDGETED, 9, "--select", "accumulated"), "--select accumulated requires --hold"),
         (
             (*BUDGETED, 9, "--select", "value-norm"),
             "--select value-norm keeps the first 4 tokens .* is 3; raise --budget",
         ),
-        ((*BUDGETED, 9, "--hold", 7), r"--hold must lie in \[8, .*: the observation window, --window, must fit into"),
         ((*BUDGETED, 9, "--hold", "--kv-bits", 4), "--kv-bits: heads with rolling budgets are quantized with the"),
         (
             ("--kv-bits", 4, "--kv-group-size", 3),

@@ -230,10 +230,10 @@ class TestWithoutAProfile:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (("--kv-bits", 4, "--full-heads", 3), "--full-heads chooses heads by scores"),
-            (("--kv-bits", 4, "--budget", 9), "--budget chooses heads by scores"),
-            (("--kv-bits", 4, "--hold", 32), "--hold chooses heads by scores"),
-            (("--kv-bits", 4, "--method", "duo"), "--rest chooses heads by scores"),
+            (("--kv-bits", 4, "--full-heads", 3), "--full-heads requires a profile with scores"),
+            (("--kv-bits", 4, "--budget", 9), "--budget requires a profile with scores"),
+            (("--kv-bits", 4, "--hold", 32), "--hold requires a profile with scores"),
+            (("--kv-bits", 4, "--method", "duo"), "--rest requires a profile with scores"),
         ],
     )
     def test_what_needs_scores(self, here: Path, options: tuple, words: str) -> None:
@@ -263,17 +263,11 @@ class TestWithoutAProfile:
         assert "no checkpoint is given" in refused("convert", "--kv-bits", 4, "--out", "out")
 
 
-@pytest.mark.parametrize(
-    ("options", "idle"),
-    [
-        (("--window", 4, "--pool", "avg"), "--window, --pool"),
-        (("--rest", "budgeted", "--budget", 9, "--sink", 4, "--recent", 9), "--sink, --recent"),
-        (("--sink", 4, "--recent", 9), None),
-    ],
-    ids=str,
-)
-def test_options_that_no_head_uses_are_named(here, options, idle):
-    said = done("convert", "llama", "--profile", PROFILE, *options, "--dry-run").err
-    assert [line for line in said.splitlines() if "no head of" in line] == (
-        [f"no head of this conversion uses {idle}"] if idle else []
-    )
+def test_sizes_of_a_kind_of_heads_ask_for_that_kind(here):
+    def rest(*options):
+        return json.loads(done("convert", "llama", "--profile", PROFILE, *options, "--dry-run", "--json").out)[
+            "policy"
+        ]["rest"]
+
+    assert rest() == rest("--sink", 4) == "streaming"
+    assert rest("--budget", 9) == rest("--window", 4, "--budget", 9) == "budgeted"

@@ -74,7 +74,7 @@ def test_measured_losses(hub, place):
     assert found["kv_surgery"]["quantization"]["rotate"] == measured.best(8).rotate
     options += ["auto", "--kv-budget", 12, "--kv-measured", address, "--sparsity", 0.5, "--save-recipe", "auto.toml"]
     done(hub, "convert", *options, "--dry-run")
-    assert Recipe.load("auto.toml").kv_measured == f"{address}@{hub.repos['org/scores'].refs['main']}"
+    assert Recipe.load("auto.toml").measured == f"{address}@{hub.repos['org/scores'].refs['main']}"
 
 
 def test_budgets_and_other_commands(hub, place):

@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_policy(model):
     profile, facts = HeadProfile.load("p.safetensors"), shown()
     assert facts["windows"] == list(windows)
     for sparsity in SPARSITIES:
-        policy = decide(profile, ModelLayers(windows), Recipe(sparsity=sparsity, rest="streaming"))
+        policy = decide(profile, ModelLayers(windows), Recipe.of(sparsity=sparsity, rest="streaming"))
         expected = [None if layer.native else layer.full for layer in policy.layers]
         assert facts["full_heads_per_layer"][str(sparsity)] == expected
         assert sum(filter(None, expected)) == policy.eligible - round(sparsity * policy.eligible)
@@ -139,7 +139,7 @@ def test_scores_of_sliding_layers_choose_no_full_heads(model):
     with pytest.raises(PolicyError, match=r"layer 0 has full attention .* and a sliding window of \d+ tokens in the"):
         decide(profile, ModelLayers([None] * LAYERS))
     assert (
-        decide(replace(profile, windows=None), ModelLayers([None] * LAYERS), Recipe(rest="streaming")).eligible
+        decide(replace(profile, windows=None), ModelLayers([None] * LAYERS), Recipe.of(rest="streaming")).eligible
         == LAYERS * 2
     )
 

@@ -48,12 +48,12 @@ def test_what_is_public_is_listed():
 
 def test_it_does_what_the_commands_do(here):
     done("convert", "llama", "--profile", PROFILE, "--full-heads", 2, "--kv-bits", 4, "--out", "typed")
-    recipe = kvsurgery.Recipe(full_heads=2, kv_bits=4)
+    recipe = kvsurgery.Recipe.of(full_heads=2, kv_bits=4)
     assert kvsurgery.convert("llama", "out", PROFILE, recipe).size == kvsurgery.inspect("out").size
     assert tree(Path("out")) == tree(Path("typed"))
     profile = kvsurgery.HeadProfile.load(PROFILE)
     assert kvsurgery.convert(None, Path("out"), profile, recipe).already_done
-    named = kvsurgery.Recipe((PROFILE,), full_heads=2, kv_bits=4)
+    named = kvsurgery.Recipe.of((PROFILE,), full_heads=2, kv_bits=4)
     assert kvsurgery.convert("llama", "out", recipe=named).already_done
     assert kvsurgery.verify("out").tensors == kvsurgery.convert("llama", "out", profile, recipe).tensors
     kvsurgery.revert("out", "back")
@@ -63,13 +63,13 @@ def test_it_does_what_the_commands_do(here):
 
 def test_errors_speak_of_fields(here):
     with pytest.raises(PolicyError, match=r"^`full_heads` must lie in \[0, 6\] for this model, got 9$"):
-        kvsurgery.convert("llama", "out", PROFILE, kvsurgery.Recipe(full_heads=9))
-    with pytest.raises(PolicyError, match=r"^`full_heads` is a whole number, got '9'$"):
-        kvsurgery.Recipe(full_heads="9")
-    with pytest.raises(ProfileError, match="no head profile is given; without one, `kv_bits` quantizes"):
+        kvsurgery.convert("llama", "out", PROFILE, kvsurgery.Recipe.of(full_heads=9))
+    with pytest.raises(PolicyError, match=r"^`heads.full_heads` is a whole number, got '9'$"):
+        kvsurgery.Recipe.of(full_heads="9")
+    with pytest.raises(ProfileError, match=r"no head profile is given; without one, `cache.bits` quantizes"):
         kvsurgery.convert("llama", "out")
     with pytest.raises(CheckpointError, match="no checkpoint is given"):
-        kvsurgery.convert(None, "out", recipe=kvsurgery.Recipe(kv_bits=4))
+        kvsurgery.convert(None, "out", recipe=kvsurgery.Recipe.of(kv_bits=4))
     assert not Path("out").exists()
 
 

@@ -32,12 +32,12 @@ def test_what_was_saved_converts_to_the_same_bytes(here, options):
 
 def test_a_dry_run_saves_too(here):
     done("convert", "llama", "--profile", PROFILE, "--dry-run", "--save-recipe", "one.toml")
-    assert Recipe.load("one.toml") == Recipe((PROFILE,), sparsity=0.5, rest="streaming")
+    assert Recipe.load("one.toml") == Recipe.of((PROFILE,), sparsity=0.5, rest="streaming")
 
 
 def test_options_override_the_file(here):
     Path("one.toml").write_text(f'profiles = ["{PROFILE}"]\nsparsity = 0.5\nsink = 4\n[fit]\nmemory = 1\ncontext = 1\n')
-    words = "one.toml: fitting a memory budget decides `sparsity`"
+    words = "one.toml: fitting a memory budget decides `heads.sparsity`"
     assert words in refused("convert", "llama", "--recipe", "one.toml", "--dry-run")
     Path("one.toml").write_text(f'profiles = ["{PROFILE}"]\nsparsity = 0.5\nsink = 4\n')
     command = ("convert", "llama", "--recipe", "one.toml", "--dry-run", "--json")

@@ -86,7 +86,7 @@ def test_what_opens_a_turn_is_read_from_the_template(here, kind):
         (["--profile", "duo.safetensors", "--method", "reform"], "--method reform takes a reform profile alone"),
         (["--profile", "duo.safetensors", "--profile", "duo.safetensors"], "two head profiles of the same kind"),
         (["--profile", "reform.safetensors", "--fit", "1GB", "--context", "1K"], "--fit makes no room"),
-        (["--profile", "reform.safetensors", "--sparsity", "0.5"], "--sparsity chooses heads by scores"),
+        (["--profile", "reform.safetensors", "--sparsity", "0.5"], "--sparsity requires a profile with scores"),
         (["--profile", "reform.safetensors", "--reform-chunk", "1K"], "--reform-chunk 1024 leaves no room in the 512"),
         (
             ["--profile", "reform.safetensors", "--reform-chunk", "300", "--reform-encode-budget", "300"],

@@ -20,7 +20,7 @@ from kvsurgery.setting import setting
 class Walk:
     """Steps, and how to take them."""
 
-    steps: int = setting(100, "steps", "number of steps; more with `batch`")
+    steps: int = setting(100, "steps", "number of steps; more with `rests`")
     pace: Literal["slow", "fast"] = setting("slow", "pace", "how fast")
     log: Path | None = setting(None, "log", "file to write", default="none")
     rests: int = setting(0, "rests", "times to stop", least=0)
@@ -58,7 +58,7 @@ def test_help_has_a_group_for_each_set_of_owners(invoke: Callable[..., Result]) 
     assert found.splitlines()[0] == "All:"
     assert [group.splitlines()[0] for group in groups] == ["walk:", "swim:", "Running:"]
     text = " ".join(found.split())
-    assert "walk: number of steps; more with --batch; swim: number of lengths." in text
+    assert "walk: number of steps; more with --rests; swim: number of lengths." in text
     assert "[default: (walk: 100; swim: 4)]" in text
     assert "--pace [slow|fast] How fast. [default: slow]" in text
     assert "--log PATH File to write. [default: (none)]" in " ".join(groups[0].split())

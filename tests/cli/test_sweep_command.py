@@ -17,7 +17,7 @@ PROFILE = ("--profile", FOLDER / "profile.safetensors")
 NEEDLE = ("--tasks", "needle", "--lengths", "160", "--depths", "0.2", "--device", "cpu")
 OWN = ("--text", "text.txt", "--needles", "needles.jsonl")
 SWEEP = ("sweep", MODEL, *PROFILE, *NEEDLE, *OWN)
-AXES = ("--full-heads", "2,13", "--sink", "4", "--recent", "8,8,16", "--beta", "1.2,2")
+AXES = ("--sparsity", "0.83,0.84,1.5", "--sink", "4", "--recent", "8,8,16")
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +39,22 @@ def test_a_table_a_picture_and_json(monkeypatch):
     title, *table = [line.split() for line in said.out.splitlines() if line.strip()]
     assert " ".join(title).endswith("of 166 tokens, with sink 4")
     first_words, second_words, _, original, *rows = table  # a wide table's headings take two lines
-    assert first_words[:2] == ["full", "KV"]
-    assert second_words[:4] == ["heads", "recent", "beta", "bytes"]
+    assert first_words[:1] == ["KV"]
+    assert second_words[:3] == ["sparsity", "recent", "bytes"]
     assert original[0] == "original"
     assert original[3:5] == ["100.0%", "100.0%"]
-    assert [row[:3] for row in rows] == [
-        [full, recent, beta] for full in ["2", "13"] for recent in ("8", "16") for beta in ("1.2", "2.0")
+    assert [row[:2] for row in rows] == [
+        [sparsity, recent] for sparsity in ["0.83", "0.84", "1.5"] for recent in ("8", "16")
     ]
     # 4 and 8 tokens of streaming heads, 166 of full ones
-    assert rows[0][3:6] == ["113.00", "KiB", f"{(2 * 166 + 10 * 12) / (12 * 166):.1%}"]
-    assert rows[-1][3:] == ["-"] * 6
-    assert (
-        "left out: full heads 13, sink 4, recent 8, beta 1.2, and 3 more: --full-heads must lie in [0, 12]" in said.err
-    )
+    assert rows[0][2:5] == ["113.00", "KiB", f"{(2 * 166 + 10 * 12) / (12 * 166):.1%}"]
+    assert rows[-1][2:] == ["-"] * 6
+    assert "left out: sparsity 1.5, sink 4, recent 8, and 1 more: --sparsity must lie in [0, 1], got 1.5" in said.err
     assert "2 of 4 settings give the policy of another" in said.err
     assert "wrote swept/index.html, sweep.png, sweep.json and sweep.csv" in said.err
     page = Path("swept/index.html").read_text()
     assert f"Sweep of {MODEL.name}" in page
-    assert "recent 8, beta 1.2" in page
+    assert "sparsity 0.83, recent 8" in page
     assert {"sweep.png", "sweep.json", "sweep.csv", "samples.jsonl"} <= {path.name for path in Path("swept").iterdir()}
     # what is there is not computed again, and says the same
     again = json.loads(done(*SWEEP, *AXES, "--out", "swept", "--json").out)
@@ -64,8 +62,8 @@ def test_a_table_a_picture_and_json(monkeypatch):
     reasons, fields = ([point.pop("skipped") for point in found["points"]] for found in (again, kept))
     assert again == kept
     # what is printed names options, the file names fields
-    assert set(reasons) == {None, "--full-heads must lie in [0, 12] for this model, got 13"}
-    assert set(fields) == {None, "`full_heads` must lie in [0, 12] for this model, got 13"}
+    assert set(reasons) == {None, "--sparsity must lie in [0, 1], got 1.5"}
+    assert set(fields) == {None, "`sparsity` must lie in [0, 1], got 1.5"}
     assert again["command"].startswith("kvsurgery sweep")
     assert again["source"] == str(MODEL)
     # without room, a setting has its score alone
@@ -73,7 +71,7 @@ def test_a_table_a_picture_and_json(monkeypatch):
     narrow = done(*SWEEP, *AXES, "--out", "swept").out
     assert "difference" in said.out
     assert "difference" not in narrow
-    assert rows[0][:6] in [line.split()[:6] for line in narrow.splitlines()]
+    assert rows[0][:5] in [line.split()[:5] for line in narrow.splitlines()]
 
 
 def test_a_folder_that_another_process_writes():
@@ -92,7 +90,9 @@ def test_bits_need_no_profile():
     plain, packed = (point["kv_bytes"] for point in found["points"])
     assert packed < plain == found["dense_bytes"]
     assert "profile" not in found["settings"]
-    assert "--sparsity chooses heads by scores" in refused(*own, "--kv-bits", "4", "--sparsity", "0.5", "--out", "no")
+    assert "--sparsity requires a profile with scores" in refused(
+        *own, "--kv-bits", "4", "--sparsity", "0.5", "--out", "no"
+    )
     assert "--profile is missing" in run(*own, "--sparsity", "0.5", "--out", "no").err
     # a setting alone that changes nothing
     assert "--kv-bits 8, 4, 3 or 2 quantizes" in run(*own, "--kv-bits", "16", "--out", "no").err
@@ -113,7 +113,7 @@ def test_a_sweep_that_measures_nothing_fails():
     ("arguments", "words"),
     [
         ((*SWEEP, "--sparsity", "0.5", "--full-heads", "4"), "--sparsity and --full-heads exclude each other"),
-        ((*SWEEP, "--budget", "8"), "--budget is for budgeted heads; set --rest to budgeted"),
+        ((*SWEEP, "--budget", "8", "--sink", "4"), "--sink and --budget exclude each other"),
         (("sweep", "nowhere/at/all", *PROFILE, *NEEDLE, *OWN, "--recent", "8"), "is neither a folder nor a Hub id"),
         (("sweep", MODEL, "--profile", "text.txt", *NEEDLE, *OWN, "--recent", "8"), "text.txt"),
         (("sweep", MODEL, *PROFILE, *NEEDLE, "--recent", "8"), r"\(--needles\)"),

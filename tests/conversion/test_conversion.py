@@ -84,7 +84,7 @@ def test_repeating_a_finished_conversion(source: Path, out: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"rest": "budgeted", "budget": 16}, {"kv_bits": 4, "tp": 2}], ids=str)
 def test_the_config_is_what_its_file_says(checkpoint: Callable[[str], Path], options: dict[str, Any]) -> None:
     folder = checkpoint("gemma3")
-    emitted = PreparedConversion.prepare(folder, random_profile(folder), Recipe(**options)).emitted
+    emitted = PreparedConversion.prepare(folder, random_profile(folder), Recipe.of(**options)).emitted
     written = json.loads(emitted.files["config.json"])
     assert json.loads(json.dumps(emitted.config)) == written
     assert KVLayout.from_config(dict(emitted.config)) == KVLayout.from_config(written)

@@ -161,7 +161,7 @@ def test_other_cards_keep_all_of_their_text(card):
 @pytest.mark.parametrize("quantized", [{}, {"kv_bits": 4}], ids=str)
 def test_card_says_how_to_ask_about_vllm_and_freezes_no_forecast(decided, quantized):
     profile, _, _ = decided
-    policy = decide(profile, ModelLayers((None, None)), Recipe(**quantized))
+    policy = decide(profile, ModelLayers((None, None)), Recipe.of(**quantized))
     config = converted_config(Model.of(CONFIG), policy)
     served = model_card("org/base", config, profile, policy, CODE).split("## vLLM")[1].split("\n## ")[0]
     assert "`kvsurgery inspect DIR`" in served

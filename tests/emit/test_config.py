@@ -68,7 +68,7 @@ def convert(config):
     model = Model.of(config)
     shape = model.dimensions
     profile = HeadProfile(np.zeros((shape.layers, shape.kv_heads)), "duo", "kv", "test", shape)
-    return converted_config(model, decide(profile, ModelLayers(model.windows), Recipe(sparsity=0, sink=0, recent=1)))
+    return converted_config(model, decide(profile, ModelLayers(model.windows), Recipe.of(sparsity=0, sink=0, recent=1)))
 
 
 def frequencies(config, folder):

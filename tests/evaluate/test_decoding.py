@@ -217,7 +217,7 @@ def test_prompts_that_reform_reads_go_to_generate(checkpoint, tmp_path):
         "query_length": 8,
     }
     prepared = PreparedConversion.prepare(
-        folder, scores, Recipe(sparsity=0.0, reform=ReformSizes(**sizes)), reform=reform
+        folder, scores, Recipe.of(sparsity=0.0, reform=ReformSizes(**sizes)), reform=reform
     )
     convert(prepared.checkpoint, prepared.plan, out, prepared.emitted.files)
     model = load(out, device="cpu")

@@ -32,9 +32,9 @@ from tests.helpers.surgery import random_profile
 from tests.helpers.tiny_recall import FOLDER
 
 LENGTH = 330
-RECIPE = Recipe(sink=4, recent=32, kv_bits=8, kv_residual=16)
-# beta means nothing to streaming heads, and the model has 12 KV heads
-AXES = {"full_heads": (2, 13), "kv_bits": (16, 4), "beta": (1.2, 2.0)}
+RECIPE = Recipe.of(sink=4, recent=32, kv_bits=8, kv_residual=16)
+# the profile has scores of KV heads, which no group reduces, and the model has 12 of them
+AXES = {"full_heads": (2, 13), "kv_bits": (16, 4), "group_reduce": ("mean", "max")}
 
 
 def run(folder, language, profile=None, axes=AXES, lengths=(200, LENGTH), source=MODEL, **options):
@@ -80,7 +80,7 @@ def test_what_is_alike_is_evaluated_once(language, tmp_path, done):
 def test_settings_come_in_order_and_what_cannot_be_says_why(swept):
     _, found = swept
     assert [tuple(point.options.values()) for point in found.points] == [
-        (full, bits, beta) for full in (2, 13) for bits in (16, 4) for beta in (1.2, 2.0)
+        (full, bits, reduce) for full in (2, 13) for bits in (16, 4) for reduce in ("mean", "max")
     ]
     for point in found.points[4:]:
         assert "`full_heads` must lie in [0, 12]" in point.skipped
@@ -90,7 +90,7 @@ def test_settings_come_in_order_and_what_cannot_be_says_why(swept):
 def test_budgets_may_follow_another_profile():
     profile = HeadProfile.load(FOLDER / "profile.safetensors")
     shares = replace(profile, scores=np.random.default_rng(0).random(profile.scores.shape), method="lu-kv")
-    recipe = Recipe(budgets_from="shares", full_heads=2)
+    recipe = Recipe.of(budgets_from="shares", full_heads=2)
     grid = Grid(MODEL, profile, recipe, {"budget": (8, 16), "beta": (1.2,)}, budgets=shares)
     policies = [setting.prepared.policy for setting in grid.settings()]
     assert [sum(sum(layer.budgets) for layer in policy.layers) for policy in policies] == [80, 160]
@@ -99,7 +99,7 @@ def test_budgets_may_follow_another_profile():
 
 def test_bytes_are_what_a_generation_allocates(swept, tmp_path):
     _, found = swept
-    [quantized] = (point for point in found.points[:4] if tuple(point.options.values()) == (2, 4, 1.2))
+    [quantized] = (point for point in found.points[:4] if tuple(point.options.values()) == (2, 4, "mean"))
     out = convert(tmp_path / "same", sparsity=None, full_heads=2, sink=4, recent=32, kv_bits=4, kv_residual=16)
     model = runner.load(out, device="cpu")
     new = found.tokens - LENGTH
@@ -172,15 +172,15 @@ def test_a_run_that_was_cut_off_goes_on(swept, language, tmp_path, done, monkeyp
 
 def test_progress_counts_all_models(language, tmp_path):
     seen = []
-    axes = {"full_heads": (2,), "kv_bits": (16, 4), "beta": (1.2, 2.0)}
+    axes = {"full_heads": (2,), "kv_bits": (16, 4), "group_reduce": ("mean", "max")}
     run(tmp_path / "sweep", language, axes=axes, progress=lambda done, total, note: seen.append((done, total, note)))
     answering = [step for step in seen if step[1] is not None]
     # 4 samples of the original and two policies
     *counts, note = answering[-1]
     assert counts == [12, 12]
-    assert re.fullmatch(r"4 bits, beta 1\.2: needle, \d+% right", note)
+    assert re.fullmatch(r"4 bits, group reduce mean: needle, \d+% right", note)
     assert [done for done, _, _ in answering] == sorted(done for done, _, _ in answering)
-    assert (4, 12, "unquantized, beta 1.2: converting, 100%") in answering
+    assert (4, 12, "unquantized, group reduce mean: converting, 100%") in answering
 
 
 def test_where_nothing_can_be_nothing_is_written(language, tmp_path):
@@ -217,7 +217,7 @@ def test_files_hold_what_was_found(swept):
     assert len(rows) == 2 + 4 * 2 + 4
     assert (rows[0]["model"], int(rows[0]["kv_bytes"]), rows[0]["full_heads"]) == ("original", found.dense_bytes, "")
     row = rows[2]
-    assert (row["model"], row["full_heads"], row["kv_bits"], row["beta"]) == ("converted", "2", "16", "1.2")
+    assert (row["model"], row["full_heads"], row["kv_bits"], row["group_reduce"]) == ("converted", "2", "16", "mean")
     assert int(row["kv_bytes"]) == found.points[0].kv_bytes
     assert float(row["difference_low"]) == found.points[0].tasks[0].difference.low
     assert rows[-1]["skipped"] == found.points[-1].skipped
@@ -283,7 +283,7 @@ def test_lines_go_along_the_size_and_the_other_axes_tell_them_apart():
 def test_the_picture_has_a_panel_for_each_metric(swept, tmp_path):
     chart = quality(swept[1])
     assert [panel.title for panel in chart.panels] == ["needle, rouge1_recall", "needle, string_match_all"]
-    assert "unquantized, beta 2.0: 100.0% at" in chart.alt
+    assert "unquantized, group reduce max: 100.0% at" in chart.alt
     assert "The original: 100.0% at" in chart.alt
     [svg, _] = chart.svgs()
     assert ">original, " in svg

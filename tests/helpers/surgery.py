@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from kvsurgery.heads.kinds import full_heads
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe, ReformSizes
+from kvsurgery.recipe import Budgeted, Recipe, ReformSizes
 from kvsurgery.templates.kv_layout import Quantization, Selection
 
 SINK, RECENT = 3, 5
@@ -94,7 +94,15 @@ def recipe_of(
         options |= {f"kv_{name}": value for name, value in vars(quantization).items()}
     if selection:
         options |= vars(selection)
-    return Recipe(**options, reform=ReformSizes(**sizes or {}))
+    return Recipe.of(**options, reform=ReformSizes(**sizes or {}))
+
+
+def _sizes(options: Mapping[str, Any]) -> dict[str, int]:
+    """Small sizes of streaming heads, unless the other heads have budgets."""
+    budgeted = ["selection", *(field.name for field in fields(Budgeted))]
+    if options.get("rest") == "budgeted" or any(options.get(name) is not None for name in budgeted):
+        return {}
+    return {"sink": SINK, "recent": RECENT}
 
 
 def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, **options: Any) -> Converted:
@@ -104,8 +112,6 @@ def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, 
         options: fields of a recipe, as `recipe_of` takes them, and `reform`, a profile of embedding heads.
     """
     profile, reform = profile or random_profile(source), options.pop("reform", None)
-    prepared = PreparedConversion.prepare(
-        source, profile, recipe_of(**{"sink": SINK, "recent": RECENT, **options}), reform=reform
-    )
+    prepared = PreparedConversion.prepare(source, profile, recipe_of(**{**_sizes(options), **options}), reform=reform)
     convert(prepared.checkpoint, prepared.plan, out, prepared.emitted.files)
     return Converted(source, out, prepared.policy)

@@ -69,7 +69,7 @@ def test_headkv(name):
 
 @pytest.mark.parametrize("sparsity", [0, 0.25, 0.5, 0.75, 0.9, 1])
 def test_counts_are_exact_in_spite_of_ties(published, sparsity):
-    policy = decide(published, ModelLayers([None] * 32), Recipe(sparsity=sparsity, rest="streaming"))
+    policy = decide(published, ModelLayers([None] * 32), Recipe.of(sparsity=sparsity, rest="streaming"))
     heads = 32 * published.model.kv_heads
     assert policy.counts[STREAMING] == round(sparsity * heads)
     scores = kv_scores(published)
@@ -81,11 +81,13 @@ def test_counts_are_exact_in_spite_of_ties(published, sparsity):
 def test_all_full_and_all_streaming_layers_occur():
     made = import_duo(SHARED / "duo" / "Llama-3-8B-Instruct-Gradient-1048k", ProfiledModel("llama", LLAMA_3_8B))
     full = [
-        layer.full for layer in decide(made, ModelLayers([None] * 32), Recipe(sparsity=0.75, rest="streaming")).layers
+        layer.full
+        for layer in decide(made, ModelLayers([None] * 32), Recipe.of(sparsity=0.75, rest="streaming")).layers
     ]
     assert min(full) == 0
     full = [
-        layer.full for layer in decide(made, ModelLayers([None] * 32), Recipe(sparsity=0.25, rest="streaming")).layers
+        layer.full
+        for layer in decide(made, ModelLayers([None] * 32), Recipe.of(sparsity=0.25, rest="streaming")).layers
     ]
     assert max(full) == 8
 
@@ -94,7 +96,7 @@ def test_mean_or_max_matters():
     path = SHARED / "headkv" / "Llama-3-8B-Instruct_R2.json"
     made = import_headkv(path, ProfiledModel("llama", LLAMA_3_8B), method="headkv-r2")
     mean, most = (
-        decide(made, ModelLayers([None] * 32), Recipe(full_heads=64, rest="streaming", group_reduce=how))
+        decide(made, ModelLayers([None] * 32), Recipe.of(full_heads=64, rest="streaming", group_reduce=how))
         for how in ("mean", "max")
     )
     kept = [

@@ -54,11 +54,11 @@ def test_a_larger_beta_is_more_even():
 @pytest.mark.parametrize(
     ("budget", "beta", "scores", "message"),
     [
-        (0, 1.2, [1.0], "`budget`"),
-        (1 << 25, 1.2, [1.0], "`budget`"),
-        (64, 1.0, [1.0], "`beta`"),
-        (64, float("nan"), [1.0], "`beta`"),
-        (64, float("inf"), [1.0], "`beta`"),
+        (0, 1.2, [1.0], "`budgeted.budget`"),
+        (1 << 25, 1.2, [1.0], "`budgeted.budget`"),
+        (64, 1.0, [1.0], "`budgeted.beta`"),
+        (64, float("nan"), [1.0], "`budgeted.beta`"),
+        (64, float("inf"), [1.0], "`budgeted.beta`"),
         (64, 1.2, [0.0, 0.0], "all heads that need a budget have the score 0"),
     ],
 )

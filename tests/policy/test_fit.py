@@ -68,16 +68,17 @@ def cases(draw):
     new_tokens = draw(st.integers(0, context - 1))
     demand = Demand(PLENTY, context, draw(st.integers(1, 3)), new_tokens, draw(st.integers(1, 2000)))
     options = {"rest": draw(st.sampled_from(["streaming", "budgeted"]))}
-    options |= {"sink": draw(st.integers(0, 9)), "recent": draw(st.integers(1, 600))}
+    if options["rest"] == "streaming":
+        options |= {"sink": draw(st.integers(0, 9)), "recent": draw(st.integers(1, 600))}
+    else:
+        options |= {"window": draw(st.integers(1, 40)), "beta": draw(st.sampled_from([1.005, 1.2, 5.0]))}
     options["tp"] = draw(st.sampled_from([count for count in range(1, heads + 1) if heads % count == 0]))
     options["tp_uneven"] = draw(st.booleans())
     if draw(st.booleans()):
         own = heads // options["tp"]
         footprint = replace(footprint, model=replace(profile.model, query_heads=2 * own, kv_heads=own))
-    options["window"] = draw(st.integers(1, 40))
-    options["beta"] = draw(st.sampled_from([1.005, 1.2, 5.0]))
     quantizations = [{}, {"kv_scheme": "per-token", "kv_residual": 7}]
-    if 400 in windows or (options["rest"] == "streaming" and options["recent"] >= 256):
+    if 400 in windows or options.get("recent", 0) >= 256:
         quantizations.append({"kv_residual": 0, "kv_streaming": True})
     options |= draw(st.sampled_from(quantizations))
     return profile, windows, footprint, demand, options
@@ -112,7 +113,7 @@ def test_budgets_follow_another_profile() -> None:
     rng = np.random.default_rng(0)
     gates, footprint = model(rng.random((3, 2)))
     shares = replace(model(rng.random((3, 2)))[0], method="lu-kv")
-    asked = Recipe(fit=Demand(PLENTY, 1000), budgets_from="shares")
+    asked = Recipe.of(fit=Demand(PLENTY, 1000), budgets_from="shares")
     found = fit(gates, ModelLayers([None] * 3), footprint, asked, shares)
     for candidate in found.candidates[::7]:
         policy = decide(gates, ModelLayers([None] * 3), candidate.recipe(asked), shares)
@@ -126,10 +127,10 @@ class TestCandidates:
     @settings(max_examples=60)
     def test_cost_and_keep_what_the_decided_policy_does(self, case, data):
         profile, windows, footprint, demand, options = case
-        found = fit(profile, ModelLayers(windows), footprint, Recipe(fit=demand, **options))
+        found = fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options))
         for _ in range(5):
             candidate = data.draw(st.sampled_from(found.candidates))
-            policy = decide(profile, ModelLayers(windows), candidate.recipe(Recipe(fit=demand, **options)))
+            policy = decide(profile, ModelLayers(windows), candidate.recipe(Recipe.of(fit=demand, **options)))
             parts = layout(profile, windows, policy).parts(profile.model.kv_heads // footprint.model.kv_heads)
             size = {"batch": demand.batch, "prompt": demand.prompt, "new": demand.new_tokens}
             size["itemsize"] = footprint.itemsize
@@ -149,7 +150,8 @@ class TestCandidates:
     @settings(max_examples=40)
     def test_every_number_of_full_heads_and_every_width(self, case):
         profile, windows, footprint, demand, options = case
-        found = fit(profile, ModelLayers(windows), footprint, Recipe(fit=demand, **{**options, "rest": "streaming"}))
+        recipe = Recipe.of(fit=demand, **options).changed(rest="streaming")
+        found = fit(profile, ModelLayers(windows), footprint, recipe)
         heads = windows.count(None) * profile.model.kv_heads
         step = 1 if options["tp_uneven"] else options["tp"]
         widths = [bits for bits in (8, 4, 3) if profile.model.head_dim * bits % 16 == 0]
@@ -162,22 +164,22 @@ class TestCandidates:
 
     def test_budgets_double_in_four_steps(self):
         profile, footprint = model([[1, 0.5]])
-        found = fit(profile, ModelLayers([None]), footprint, Recipe(fit=Demand(PLENTY, 150), rest="budgeted"))
+        found = fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 150), rest="budgeted"))
         budgets = {one.budget for one in found.candidates} - {None}
         assert budgets == {16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128}
         assert {one.full_heads for one in found.candidates if one.budget} == {0, 1}
-        short = fit(profile, ModelLayers([None]), footprint, Recipe(fit=Demand(PLENTY, 9), rest="budgeted"))
+        short = fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 9), rest="budgeted"))
         assert {one.budget for one in short.candidates} == {None, 9}
 
     def test_a_thousand_heads_are_counted_in_steps(self):
         profile, footprint = model(np.random.default_rng(0).random((32, 32)))
-        found = fit(profile, ModelLayers([None] * 32), footprint, Recipe(fit=Demand(PLENTY, 64), rest="budgeted"))
+        found = fit(profile, ModelLayers([None] * 32), footprint, Recipe.of(fit=Demand(PLENTY, 64), rest="budgeted"))
         assert {one.full_heads for one in found.candidates} == {*range(0, 1025, 4)}
 
     def test_without_a_score_there_is_no_budget(self):
         """A pool cannot follow scores that are all 0."""
         profile, footprint = model([[1, 0.5, 0, 0]])
-        found = fit(profile, ModelLayers([None]), footprint, Recipe(fit=Demand(PLENTY, 64), rest="budgeted"))
+        found = fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 64), rest="budgeted"))
         assert {one.full_heads for one in found.candidates} == {0, 1, 4}
 
 
@@ -187,7 +189,7 @@ class TestByHand:
 
     def find(self, *kept, **options):
         """The candidate with this many full heads, a budget and bits."""
-        found = fit(self.PROFILE, ModelLayers([None]), self.FOOTPRINT, Recipe(fit=Demand(PLENTY, 1000), **options))
+        found = fit(self.PROFILE, ModelLayers([None]), self.FOOTPRINT, Recipe.of(fit=Demand(PLENTY, 1000), **options))
         [one] = [
             one
             for one in found.candidates
@@ -210,7 +212,7 @@ class TestByHand:
     def test_budgeted(self):
         # a mean of 112 spreads as 112 / 6 each and 112 / 1.2 x 2 by 0.25 and 0.75; 8 of the window are kept on top
         one = self.find(0, 112, None, rest="budgeted")
-        budgets = decide(self.PROFILE, ModelLayers([None]), Recipe(rest="budgeted", budget=112)).layers[0].budgets
+        budgets = decide(self.PROFILE, ModelLayers([None]), Recipe.of(rest="budgeted", budget=112)).layers[0].budgets
         assert budgets == (65, 159)
         assert one.kv_bytes == (65 + 159 + 16) * 32
         assert 1 - one.loss == pytest.approx((0.25 * log(1 + 73) + 0.75 * log(1 + 167)) / log(1001))
@@ -218,7 +220,7 @@ class TestByHand:
     def test_a_prompt_at_once_where_waiting_takes_more(self):
         profile, footprint = model(np.ones((8, 2)))
         found = fit(
-            profile, ModelLayers([None] * 8), footprint, Recipe(fit=Demand(PLENTY, 1000, chunk=100), rest="budgeted")
+            profile, ModelLayers([None] * 8), footprint, Recipe.of(fit=Demand(PLENTY, 1000, chunk=100), rest="budgeted")
         )
         logits = 10 * (2 + 4)
         for one in found.candidates:
@@ -237,11 +239,11 @@ class TestChoice:
         totals = sorted(
             {
                 one.total
-                for one in fit(profile, ModelLayers(windows), footprint, Recipe(fit=demand, **options)).candidates
+                for one in fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options)).candidates
             }
         )
         memory = data.draw(st.integers(totals[0], totals[-1] + 10))
-        found = fit(profile, ModelLayers(windows), footprint, Recipe(fit=replace(demand, memory=memory), **options))
+        found = fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=replace(demand, memory=memory), **options))
         assert found.choice.total <= memory
         assert all(one.loss >= found.choice.loss for one in found.candidates if one.total <= memory)
         equal = [one for one in found.candidates if one.total <= memory and one.loss == found.choice.loss]
@@ -254,7 +256,7 @@ class TestChoice:
             profile,
             ModelLayers(windows),
             footprint,
-            Recipe(fit=replace(demand, memory=memory + data.draw(st.integers(0, 9999))), **options),
+            Recipe.of(fit=replace(demand, memory=memory + data.draw(st.integers(0, 9999))), **options),
         )
         assert more.choice.loss <= found.choice.loss
         assert more.candidates == found.candidates
@@ -263,7 +265,7 @@ class TestChoice:
     @settings(max_examples=40)
     def test_everything_in_16_bit_wins_where_it_fits(self, case):
         profile, windows, footprint, demand, options = case
-        choice = fit(profile, ModelLayers(windows), footprint, Recipe(fit=demand, **options)).choice
+        choice = fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options)).choice
         heads = windows.count(None) * profile.model.kv_heads
         assert (choice.full_heads, choice.quantization, choice.loss) == (heads, None, 0)
 
@@ -272,21 +274,22 @@ class TestChoice:
     def test_impossible_says_by_how_much(self, case):
         profile, windows, footprint, demand, options = case
         least = min(
-            one.total for one in fit(profile, ModelLayers(windows), footprint, Recipe(fit=demand, **options)).candidates
+            one.total
+            for one in fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options)).candidates
         )
         with pytest.raises(PolicyError, match=r"nothing fits in .*: the smallest policy takes .*, 1 B too much"):
-            fit(profile, ModelLayers(windows), footprint, Recipe(fit=replace(demand, memory=least - 1), **options))
+            fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=replace(demand, memory=least - 1), **options))
         assert (
             fit(
-                profile, ModelLayers(windows), footprint, Recipe(fit=replace(demand, memory=least), **options)
+                profile, ModelLayers(windows), footprint, Recipe.of(fit=replace(demand, memory=least), **options)
             ).choice.total
             == least
         )
 
     def test_weights_that_leave_no_room(self):
         profile, footprint = model([[1, 0.5]])
-        recipe = Recipe(fit=Demand((3 << 20) - 1, 1000))
-        with pytest.raises(PolicyError, match=r"the weights alone take 3\.00 MiB; raise `memory` or `tp`"):
+        recipe = Recipe.of(fit=Demand((3 << 20) - 1, 1000))
+        with pytest.raises(PolicyError, match=r"the weights alone take 3\.00 MiB; raise `fit.memory` or `devices.tp`"):
             fit(profile, ModelLayers([None]), replace(footprint, weights=3 << 20), recipe)
 
     def test_impossible_names_the_parts_and_the_way_out(self):
@@ -296,7 +299,7 @@ class TestChoice:
                 profile,
                 ModelLayers([None]),
                 replace(footprint, weights=3 << 20),
-                Recipe(fit=Demand((3 << 20) + 1, 1000), rest="budgeted"),
+                Recipe.of(fit=Demand((3 << 20) + 1, 1000), rest="budgeted"),
             )
         assert "nothing fits in 3.00 MiB: " in str(error.value)
         assert "weights 3.00 MiB, KV cache " in str(error.value)
@@ -306,7 +309,7 @@ class TestChoice:
     @settings(max_examples=40)
     def test_pareto(self, case):
         profile, windows, footprint, demand, options = case
-        found = fit(profile, ModelLayers(windows), footprint, Recipe(fit=demand, **options))
+        found = fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options))
         best = found.pareto
         assert best == pareto(reversed(found.candidates))
         assert all(one.total < other.total and one.loss > other.loss for one, other in pairwise(best))
@@ -318,12 +321,15 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"context": 0}, r"`context` must lie in \[1, "),
-            ({"context": (1 << 30) + 1}, r"`context` must lie in \[1, "),
-            ({"batch": 0}, r"`batch` must lie in \[1, "),
-            ({"new_tokens": 100}, "`new_tokens` must be less than `context`, to leave a prompt; got 100 of 100"),
-            ({"new_tokens": -1}, "`new_tokens`"),
-            ({"chunk": 0}, "`chunk` must be at least 1 token, got 0"),
+            ({"context": 0}, r"`fit.context` must lie in \[1, "),
+            ({"context": (1 << 30) + 1}, r"`fit.context` must lie in \[1, "),
+            ({"batch": 0}, r"`fit.batch` must lie in \[1, "),
+            (
+                {"new_tokens": 100},
+                "`fit.new_tokens` must be less than `fit.context`, to leave a prompt; got 100 of 100",
+            ),
+            ({"new_tokens": -1}, "`fit.new_tokens`"),
+            ({"chunk": 0}, "`fit.chunk` must be at least 1 token, got 0"),
         ],
         ids=str,
     )
@@ -334,27 +340,27 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"sink": -1}, "`sink` must be >= 0"),
-            ({"group_reduce": "median"}, "`group_reduce` is mean or max"),
-            ({"rest": "budgeted", "beta": 1}, "`beta` must be > 1"),
-            ({"rest": "budgeted", "window": 0}, "`window` must lie in"),
-            ({"kv_group_size": 3}, "`kv_group_size`: the group size 3"),
-            ({"kv_residual": -1}, "`kv_residual`: the residual"),
+            ({"sink": -1}, "`streaming.sink` must be >= 0"),
+            ({"group_reduce": "median"}, "`heads.group_reduce` is mean or max"),
+            ({"rest": "budgeted", "beta": 1}, "`budgeted.beta` must be > 1"),
+            ({"rest": "budgeted", "window": 0}, "`budgeted.window` must lie in"),
+            ({"kv_group_size": 3}, "`cache.group_size`: the group size 3"),
+            ({"kv_residual": -1}, "`cache.residual`: the residual"),
         ],
         ids=str,
     )
     def test_options(self, options, message):
         profile, footprint = model([[1, 0.5]])
         with pytest.raises(PolicyError, match=message):
-            fit(profile, ModelLayers([None]), footprint, Recipe(fit=Demand(PLENTY, 100), **options))
+            fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 100), **options))
 
     @pytest.mark.parametrize("rest", ["streaming", "budgeted"])
     def test_scores_that_are_all_zero(self, rest):
         profile, footprint = model([[0, 0]])
         with pytest.raises(PolicyError, match=r"score.* 0.*; use another profile"):
-            fit(profile, ModelLayers([None]), footprint, Recipe(fit=Demand(PLENTY, 100), rest=rest))
+            fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 100), rest=rest))
 
     def test_a_residual_beyond_all_contexts(self):
         profile, footprint = model([[1, 0.5]])
-        found = fit(profile, ModelLayers([None]), footprint, Recipe(fit=Demand(PLENTY, 1000), kv_residual=10**30))
+        found = fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 1000), kv_residual=10**30))
         assert len({one.kv_bytes for one in found.candidates if one.full_heads == 2}) == 1

@@ -78,7 +78,7 @@ class TestWeights:
         assert one.weights - two.weights == 4 * 4 * (attention // 2 + 3 * 48 * 20)
 
     def test_heads_that_do_not_divide(self, checkpoint):
-        with pytest.raises(PolicyError, match=r"`tp` must divide the 4 KV heads of a layer \(1, 2, 4\), got 3"):
+        with pytest.raises(PolicyError, match=r"`devices.tp` must divide the 4 KV heads of a layer \(1, 2, 4\), got 3"):
             footprint(checkpoint("llama"), 3)
 
     @pytest.mark.parametrize(("dtype", "itemsize"), [("F32", 4), ("BF16", 2)])

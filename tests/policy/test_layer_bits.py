@@ -22,7 +22,7 @@ from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.helpers.losses import MODEL, losses
 
 LAYERS = 5
-AUTO = Recipe(kv_bits="auto", kv_budget=3.0, kv_measured="losses.safetensors", sparsity=0.4)
+AUTO = Recipe.of(kv_bits="auto", kv_budget=3.0, kv_measured="losses.safetensors", sparsity=0.4)
 
 
 def decided(recipe: Recipe = AUTO, seed: int = 0, **options) -> Policy:
@@ -34,7 +34,7 @@ def decided(recipe: Recipe = AUTO, seed: int = 0, **options) -> Policy:
     return decide(
         HeadProfile(scores, "duo", "kv", "made up", model),
         ModelLayers(windows),
-        replace(recipe, **options),
+        recipe.changed(**options),
         None,
         measured,
     )
@@ -112,7 +112,7 @@ def test_a_budget_for_one_width_gives_it() -> None:
     [
         ({"rest": "budgeted", "budget": 8}, "budgeted heads are not measured"),
         ({"sparsity": 1.0}, "this policy has none"),
-        ({"kv_scheme": "per-token"}, "`kv_measured` has the scheme kivi"),
+        ({"kv_scheme": "per-token"}, "`cache.measured` has the scheme kivi"),
         ({"kv_residual": -1}, "residual"),
     ],
 )
@@ -128,5 +128,5 @@ def test_heads_that_have_no_small_width() -> None:
     with pytest.raises(PolicyError, match="heads of 12 have at least 4 bits a value"):
         decide(profile, ModelLayers([None, None]), AUTO, None, measured)
     assert (
-        decide(profile, ModelLayers([None, None]), replace(AUTO, kv_budget=4.0), None, measured).quantization.bits == 4
+        decide(profile, ModelLayers([None, None]), AUTO.changed(kv_budget=4.0), None, measured).quantization.bits == 4
     )

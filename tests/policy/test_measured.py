@@ -13,11 +13,11 @@ from kvsurgery.errors import PolicyError
 from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.heads.kinds import full_heads
 from kvsurgery.policy.fit import fit
-from kvsurgery.policy.measured import measured_recipe
+from kvsurgery.policy.measured import measured_cache
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Demand, Recipe
+from kvsurgery.recipe import Cache, Demand, Recipe
 from tests.helpers.losses import MODEL, WHOLE, losses
 
 FILE = "losses.safetensors"
@@ -30,39 +30,38 @@ def profile(seed: int = 0) -> HeadProfile:
     return HeadProfile(scores, "duo", "kv", "made up", MODEL)
 
 
-class TestRecipe:
+class TestCache:
     @pytest.mark.parametrize(
         ("stated", "decided"),
         [
             ({}, ("both", False)),
-            ({"kv_rotate": "values"}, ("values", False)),
-            ({"kv_clip": True}, ("both", True)),
-            ({"kv_rotate": "none", "kv_clip": True}, ("none", True)),
+            ({"rotate": "values"}, ("values", False)),
+            ({"clip": True}, ("both", True)),
+            ({"rotate": "none", "clip": True}, ("none", True)),
         ],
         ids=str,
     )
     def test_what_is_not_stated_is_as_it_lost_least(self, stated: dict, decided: tuple) -> None:
-        recipe = measured_recipe(Recipe(kv_bits=3, kv_measured=FILE, **stated), losses())
-        assert (recipe.kv_rotate, recipe.kv_clip) == decided
-        assert recipe.kv_measured is None
-        assert measured_recipe(recipe, losses()) == recipe
+        cache = measured_cache(Cache(3, measured=FILE, **stated), losses())
+        assert (cache.rotate, cache.clip) == decided
+        assert cache.measured is None
+        assert measured_cache(cache, losses()) == cache
 
     def test_without_bits_nothing_is_decided(self) -> None:
-        recipe = Recipe(fit=Demand(1, 1), kv_measured=FILE)
-        assert measured_recipe(recipe, losses()) == replace(recipe, kv_measured=None)
+        assert measured_cache(Cache(measured=FILE), losses()) == Cache()
 
     @pytest.mark.parametrize(
         ("stated", "words"),
         [
-            ({"kv_scheme": "per-token"}, "`kv_measured` has the scheme kivi"),
-            ({"kv_group_size": 16}, "`kv_measured` has the scheme kivi"),
-            ({"kv_rotate": "none"}, "`kv_measured`: rotate none was not measured at 4 bits"),
+            ({"scheme": "per-token"}, "`cache.measured` has the scheme kivi"),
+            ({"group_size": 16}, "`cache.measured` has the scheme kivi"),
+            ({"rotate": "none"}, "`cache.measured`: rotate none was not measured at 4 bits"),
         ],
         ids=str,
     )
     def test_refusals(self, stated: dict, words: str) -> None:
         with pytest.raises(PolicyError, match=words):
-            measured_recipe(Recipe(kv_bits=4, kv_measured=FILE, **stated), losses())
+            measured_cache(Cache(4, measured=FILE, **stated), losses())
 
 
 class TestFit:
@@ -71,7 +70,7 @@ class TestFit:
     def test_chooses_the_least_expected_divergence(self, seed: int, context: int, data) -> None:
         """Against all numbers of full heads and widths, each priced from the heads that `decide` makes full."""
         scored, measured = profile(seed), losses(seed=seed)
-        recipe = Recipe(**STREAMING, fit=Demand(1 << 50, context))
+        recipe = Recipe.of(**STREAMING, fit=Demand(1 << 50, context))
         every = fit(scored, ModelLayers([None, None]), FOOTPRINT, recipe, losses=measured).candidates
         assert {(one.full_heads, one.bits) for one in every} == {
             (count, bits) for count in range(7) for bits in (16, *WHOLE) if count or bits == 16
@@ -93,14 +92,14 @@ class TestFit:
             assert one.loss == min(other.loss for other in fitting if other.bits == one.bits)
 
     def test_windows_that_hold_the_context_lose_nothing(self) -> None:
-        recipe = Recipe(**STREAMING, fit=Demand(1 << 50, 20))
+        recipe = Recipe.of(**STREAMING, fit=Demand(1 << 50, 20))
         found = fit(profile(), ModelLayers([None, None]), FOOTPRINT, recipe, losses=losses())
         assert {one.loss for one in found.candidates if one.bits == 16} == {0}
 
     def test_layers_with_a_window_are_not_priced(self) -> None:
         windows = [None, 32]
         measured = losses(windows=windows)
-        recipe = Recipe(**STREAMING, fit=Demand(1 << 50, 1000))
+        recipe = Recipe.of(**STREAMING, fit=Demand(1 << 50, 1000))
         found = fit(
             replace(profile(), windows=tuple(windows)), ModelLayers(windows), FOOTPRINT, recipe, losses=measured
         )
@@ -108,14 +107,14 @@ class TestFit:
         assert none.loss == pytest.approx(measured.heads["streaming"][0].sum())
 
     def test_other_streaming_heads_than_were_measured(self) -> None:
-        recipe = Recipe(rest="streaming", fit=Demand(1 << 50, 1000))
-        with pytest.raises(PolicyError, match="`sink` 4 and `recent` 16, and this recipe 64 and 256; give the same"):
+        recipe = Recipe.of(rest="streaming", fit=Demand(1 << 50, 1000))
+        with pytest.raises(PolicyError, match=r"`streaming.recent` 16, and this recipe 64 and 256; give the same"):
             fit(profile(), ModelLayers([None, None]), FOOTPRINT, recipe, losses=losses())
 
     def test_budgets_are_priced_by_a_guess(self) -> None:
-        recipe = Recipe(rest="budgeted", fit=Demand(1 << 50, 1000))
+        recipe = Recipe.of(rest="budgeted", fit=Demand(1 << 50, 1000))
         assert fit(profile(), ModelLayers([None, None]), FOOTPRINT, recipe, losses=losses()).losses is None
 
     def test_a_guess_has_no_2_bits(self) -> None:
-        found = fit(profile(), ModelLayers([None, None]), FOOTPRINT, Recipe(**STREAMING, fit=Demand(1 << 50, 1000)))
+        found = fit(profile(), ModelLayers([None, None]), FOOTPRINT, Recipe.of(**STREAMING, fit=Demand(1 << 50, 1000)))
         assert {one.bits for one in found.candidates} == {16, 8, 4, 3}

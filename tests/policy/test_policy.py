@@ -60,7 +60,7 @@ class TestSelection:
     @given(cases(), st.decimals(0, 1, places=3))
     def test_sparsity_is_exact(self, case, sparsity):
         made, windows = case
-        policy = decide(made, ModelLayers(windows), Recipe(sparsity=float(sparsity)))
+        policy = decide(made, ModelLayers(windows), Recipe.of(sparsity=float(sparsity)))
         eligible = windows.count(None) * made.model.kv_heads
         streaming = int((sparsity * eligible).quantize(Decimal(1), ROUND_HALF_EVEN))
         assert policy.counts[STREAMING] == streaming
@@ -72,19 +72,21 @@ class TestSelection:
         made, windows = case
         ranked = ranking(made, windows)
         count = data.draw(st.integers(0, len(ranked)))
-        assert full(decide(made, ModelLayers(windows), Recipe(full_heads=count))) == set(ranked[:count])
+        assert full(decide(made, ModelLayers(windows), Recipe.of(full_heads=count))) == set(ranked[:count])
 
     @given(cases(), st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 1.1]))
     def test_threshold(self, case, threshold):
         made, windows = case
         expected = {place for place in ranking(made, windows) if made.scores[place] >= threshold}
-        assert full(decide(made, ModelLayers(windows), Recipe(threshold=threshold))) == expected
+        assert full(decide(made, ModelLayers(windows), Recipe.of(threshold=threshold))) == expected
 
     @given(cases(), st.floats(0, 1))
     def test_layers_are_permutations_in_source_order(self, case, sparsity):
         made, windows = case
         for layer, window in zip(
-            decide(made, ModelLayers(windows), Recipe(sparsity=sparsity, sink=3, recent=5)).layers, windows, strict=True
+            decide(made, ModelLayers(windows), Recipe.of(sparsity=sparsity, sink=3, recent=5)).layers,
+            windows,
+            strict=True,
         ):
             assert sorted(layer.order) == list(range(made.model.kv_heads))
             for group in (layer.order[: layer.full], layer.order[layer.full :]):
@@ -103,9 +105,9 @@ class TestSelection:
             ((0, 1), 0, True),
         ]
         assert policy.options == {}
-        for option in ({"sparsity": 0.5}, {"rest": "budgeted"}, {"budget": 9}, {"hold": 32}):
-            with pytest.raises(PolicyError, match=f"`{next(iter(option))}` chooses heads by scores"):
-                keep_all(model, ModelLayers([None] * 2), Recipe(**option))
+        for option in ({"sparsity": 0.5}, {"rest": "budgeted"}, {"budget": 9}, {"hold": 32}, {"sink": 9}):
+            with pytest.raises(PolicyError, match=rf"{next(iter(option))}` requires a profile with scores"):
+                keep_all(model, ModelLayers([None] * 2), Recipe.of(**option))
         with pytest.raises(PolicyError, match="no layer of this model has full attention"):
             keep_all(model, ModelLayers([9, 9]), Recipe())
         reform = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
@@ -116,7 +118,7 @@ class TestSelection:
     def test_more_sparsity_never_makes_a_head_full(self, case, one, other):
         made, windows = case
         low, high = (
-            full(decide(made, ModelLayers(windows), Recipe(sparsity=sparsity))) for sparsity in sorted((one, other))
+            full(decide(made, ModelLayers(windows), Recipe.of(sparsity=sparsity))) for sparsity in sorted((one, other))
         )
         assert high <= low
 
@@ -137,14 +139,14 @@ class TestSelection:
     )
     def test_counts_by_hand(self, sparsity, heads, streaming):
         made = profile(np.linspace(0, 1, heads)[None])
-        policy = decide(made, ModelLayers([None]), Recipe(sparsity=sparsity))
+        policy = decide(made, ModelLayers([None]), Recipe.of(sparsity=sparsity))
         assert policy.counts[STREAMING] == streaming
         assert policy.layers[0].order[: policy.layers[0].full] == tuple(range(streaming, heads))
 
     def test_ties_fall_to_the_earlier_layer_then_head(self):
         made = profile([[0, 1, 1], [1, 0.5, 1], [1, 1, 1]])
-        assert full(decide(made, ModelLayers(full_windows(made)), Recipe(full_heads=3))) == {(0, 1), (0, 2), (1, 0)}
-        assert full(decide(made, ModelLayers(full_windows(made)), Recipe(full_heads=5))) == {
+        assert full(decide(made, ModelLayers(full_windows(made)), Recipe.of(full_heads=3))) == {(0, 1), (0, 2), (1, 0)}
+        assert full(decide(made, ModelLayers(full_windows(made)), Recipe.of(full_heads=5))) == {
             (0, 1),
             (0, 2),
             (1, 0),
@@ -154,27 +156,27 @@ class TestSelection:
 
     def test_order_by_hand(self):
         made = profile([[0.1, 0.9, 0.2, 0.8], [1, 1, 1, 1], [0, 0, 0, 0]])
-        first, all_full, all_streaming = decide(made, ModelLayers(full_windows(made)), Recipe(sparsity=0.5)).layers
+        first, all_full, all_streaming = decide(made, ModelLayers(full_windows(made)), Recipe.of(sparsity=0.5)).layers
         assert (first.order, first.full) == ((1, 3, 0, 2), 2)
         assert (all_full.order, all_full.full) == ((0, 1, 2, 3), 4)
         assert (all_streaming.order, all_streaming.full) == ((0, 1, 2, 3), 0)
 
     def test_native_layers_win_nothing_by_high_scores(self):
         made = profile([[1, 1], [0.1, 0.2], [1, 1], [0.4, 0.3]])
-        policy = decide(made, ModelLayers([8, None, 8, None]), Recipe(sparsity=0.5))
+        policy = decide(made, ModelLayers([8, None, 8, None]), Recipe.of(sparsity=0.5))
         assert full(policy) == {(3, 0), (3, 1)}
         assert policy.eligible == 4
-        assert full(decide(made, ModelLayers([8, None, 8, None]), Recipe(threshold=0.2))) == {(1, 1), (3, 0), (3, 1)}
+        assert full(decide(made, ModelLayers([8, None, 8, None]), Recipe.of(threshold=0.2))) == {(1, 1), (3, 0), (3, 1)}
 
     def test_threshold_in_the_scores_own_precision(self):
         # 0.3 in float32 is below and 0.1 above the float64 of the same spelling
         made = profile([[0.1, 0.3]])
-        assert full(decide(made, ModelLayers([None]), Recipe(threshold=0.3))) == {(0, 1)}
-        assert full(decide(made, ModelLayers([None]), Recipe(threshold=0.1))) == {(0, 0), (0, 1)}
+        assert full(decide(made, ModelLayers([None]), Recipe.of(threshold=0.3))) == {(0, 1)}
+        assert full(decide(made, ModelLayers([None]), Recipe.of(threshold=0.1))) == {(0, 0), (0, 1)}
 
     def test_threshold_beyond_float32(self):
         made = profile([[0.1, 0.3]])
-        assert decide(made, ModelLayers([None]), Recipe(threshold=1e39)).counts[STREAMING] == 2
+        assert decide(made, ModelLayers([None]), Recipe.of(threshold=1e39)).counts[STREAMING] == 2
 
     def test_defaults_are_the_paper_s(self):
         gqa, mha = profile(np.eye(2, 4)), profile(np.eye(2, 4), query_heads=4)
@@ -189,13 +191,13 @@ class TestGroupReduce:
         made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
         np.testing.assert_allclose(kv_scores(made, "mean"), [[0.3, 0.4]])
         np.testing.assert_allclose(kv_scores(made, "max"), [[0.6, 0.4]])
-        assert full(decide(made, ModelLayers([None]), Recipe(full_heads=1, rest="streaming", group_reduce="mean"))) == {
-            (0, 1)
-        }
-        assert full(decide(made, ModelLayers([None]), Recipe(full_heads=1, rest="streaming", group_reduce="max"))) == {
-            (0, 0)
-        }
-        assert full(decide(made, ModelLayers([None]), Recipe(full_heads=1, rest="streaming"))) == {(0, 1)}
+        assert full(
+            decide(made, ModelLayers([None]), Recipe.of(full_heads=1, rest="streaming", group_reduce="mean"))
+        ) == {(0, 1)}
+        assert full(
+            decide(made, ModelLayers([None]), Recipe.of(full_heads=1, rest="streaming", group_reduce="max"))
+        ) == {(0, 0)}
+        assert full(decide(made, ModelLayers([None]), Recipe.of(full_heads=1, rest="streaming"))) == {(0, 1)}
 
     def test_groups_are_neighbors(self):
         made = query_profile(np.arange(12).reshape(2, 6), kv_heads=3)
@@ -207,7 +209,7 @@ class TestGroupReduce:
         shuffled = [group[place] for place in order]
         made = query_profile([[*shuffled, *group]], kv_heads=2)
         assert kv_scores(made)[0, 0] == kv_scores(made)[0, 1]
-        assert full(decide(made, ModelLayers([None]), Recipe(full_heads=1, rest="streaming"))) == {(0, 0)}
+        assert full(decide(made, ModelLayers([None]), Recipe.of(full_heads=1, rest="streaming"))) == {(0, 0)}
 
     def test_kv_scores_are_left_alone(self):
         made = profile([[0.1, 0.3]])
@@ -216,20 +218,20 @@ class TestGroupReduce:
     def test_recorded_where_it_matters(self):
         made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
         assert (
-            decide(made, ModelLayers([None]), Recipe(rest="streaming", group_reduce="max")).options["group_reduce"]
+            decide(made, ModelLayers([None]), Recipe.of(rest="streaming", group_reduce="max")).options["group_reduce"]
             == "max"
         )
         assert "group_reduce" not in decide(profile([[0.1, 0.3]]), ModelLayers([None])).options
 
     def test_unknown(self):
         for made in (profile([[0.1, 0.3]]), query_profile([[0, 1]], kv_heads=1)):
-            with pytest.raises(PolicyError, match="`group_reduce` is mean or max, got 'median'"):
-                decide(made, ModelLayers([None]), Recipe(group_reduce="median"))
+            with pytest.raises(PolicyError, match=r"`heads.group_reduce` is mean or max, got 'median'"):
+                decide(made, ModelLayers([None]), Recipe.of(group_reduce="median"))
 
 
 class TestRecord:
     def test_options(self):
-        options = decide(profile([[0.1, 0.3]]), ModelLayers([None]), Recipe(full_heads=1, sink=2, recent=3)).options
+        options = decide(profile([[0.1, 0.3]]), ModelLayers([None]), Recipe.of(full_heads=1, sink=2, recent=3)).options
         assert options == {"full_heads": 1, "method": "ablation", "rest": "streaming", "sink": 2, "recent": 3}
 
     def test_default_sparsity_is_recorded(self):
@@ -239,16 +241,16 @@ class TestRecord:
         made = profile([[0.1, 0.3], [0.2, 0.9]])
         windows = full_windows(made)
         same = [
-            decide(made, ModelLayers(windows), Recipe(**how))
+            decide(made, ModelLayers(windows), Recipe.of(**how))
             for how in ({"sparsity": 0.5}, {"full_heads": 2}, {"threshold": 0.3})
         ]
         assert len({policy.hash for policy in same}) == 1
         others = [
-            decide(made, ModelLayers(windows), Recipe(full_heads=1)),
-            decide(made, ModelLayers(windows), Recipe(full_heads=2, sink=1)),
-            decide(made, ModelLayers(windows), Recipe(full_heads=2, recent=1)),
-            decide(made, ModelLayers([None, 256]), Recipe(full_heads=1)),
-            decide(made, ModelLayers(windows), Recipe(sparsity=0.0)),
+            decide(made, ModelLayers(windows), Recipe.of(full_heads=1)),
+            decide(made, ModelLayers(windows), Recipe.of(full_heads=2, sink=1)),
+            decide(made, ModelLayers(windows), Recipe.of(full_heads=2, recent=1)),
+            decide(made, ModelLayers([None, 256]), Recipe.of(full_heads=1)),
+            decide(made, ModelLayers(windows), Recipe.of(sparsity=0.0)),
         ]
         assert len({policy.hash for policy in [same[0], *others]}) == 6
 
@@ -257,43 +259,51 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"sparsity": 0.5, "threshold": 0.5}, "`sparsity` and `threshold` exclude each other"),
-            ({"sparsity": 0.0, "full_heads": 0}, "`sparsity` and `full_heads` exclude each other"),
-            ({"threshold": 0.5, "full_heads": 1}, "`threshold` and `full_heads` exclude each other"),
-            ({"sparsity": 0.5, "threshold": 0.5, "full_heads": 1}, "`sparsity` and `threshold` and `full_heads`"),
+            ({"sparsity": 0.5, "threshold": 0.5}, "`heads.sparsity` and `heads.threshold` exclude each other"),
+            ({"sparsity": 0.0, "full_heads": 0}, "`heads.sparsity` and `heads.full_heads` exclude each other"),
+            ({"threshold": 0.5, "full_heads": 1}, "`heads.threshold` and `heads.full_heads` exclude each other"),
+            (
+                {"sparsity": 0.5, "threshold": 0.5, "full_heads": 1},
+                "`heads.sparsity` and `heads.threshold` and `heads.full_heads`",
+            ),
             ({"sparsity": -0.01}, r"`sparsity` must lie in \[0, 1\], got -0.01"),
             ({"sparsity": 1.01}, r"`sparsity` must lie in \[0, 1\], got 1.01"),
             ({"sparsity": 50}, r"`sparsity` must lie in \[0, 1\], got 50"),
             ({"sparsity": float("nan")}, r"`sparsity` must lie in \[0, 1\], got nan"),
             (
                 {"threshold": float("nan")},
-                "`threshold` must be a finite number of 0 or more for ablation scores, got nan",
+                "`heads.threshold` must be a finite number of 0 or more for ablation scores, got nan",
             ),
             (
                 {"threshold": float("inf")},
-                "`threshold` must be a finite number of 0 or more for ablation scores, got inf",
+                "`heads.threshold` must be a finite number of 0 or more for ablation scores, got inf",
             ),
-            ({"threshold": -0.1}, "`threshold` must be a finite number of 0 or more for ablation scores, got -0.1"),
+            (
+                {"threshold": -0.1},
+                "`heads.threshold` must be a finite number of 0 or more for ablation scores, got -0.1",
+            ),
             ({"full_heads": -1}, r"`full_heads` must lie in \[0, 4\] for this model, got -1"),
             ({"full_heads": 5}, r"`full_heads` must lie in \[0, 4\] for this model, got 5"),
-            ({"sink": -1}, "`sink` must be >= 0"),
-            ({"recent": 0}, "`recent` >= 1"),
+            ({"sink": -1}, "`streaming.sink` must be >= 0"),
+            ({"recent": 0}, "`streaming.recent` >= 1"),
         ],
         ids=str,
     )
     def test_options(self, options, message):
         with pytest.raises(PolicyError, match=message):
-            decide(profile(np.eye(2)), ModelLayers([None, None]), Recipe(**options))
+            decide(profile(np.eye(2)), ModelLayers([None, None]), Recipe.of(**options))
 
     @pytest.mark.parametrize("threshold", [-0.01, 1.01, 50, float("nan")])
     def test_a_threshold_beyond_the_scores_of_a_method(self, threshold):
         gates = replace(profile(np.eye(2)), method="duo")
-        with pytest.raises(PolicyError, match=rf"`threshold` must lie in \[0, 1\] for duo scores, got {threshold}"):
-            decide(gates, ModelLayers([None, None]), Recipe(threshold=threshold))
+        with pytest.raises(
+            PolicyError, match=rf"`heads.threshold` must lie in \[0, 1\] for duo scores, got {threshold}"
+        ):
+            decide(gates, ModelLayers([None, None]), Recipe.of(threshold=threshold))
 
     def test_full_heads_counts_eligible_layers_only(self):
         with pytest.raises(PolicyError, match=r"`full_heads` must lie in \[0, 2\] for this model, got 3"):
-            decide(profile(np.eye(2)), ModelLayers([None, 8]), Recipe(full_heads=3))
+            decide(profile(np.eye(2)), ModelLayers([None, 8]), Recipe.of(full_heads=3))
 
     def test_nothing_eligible(self):
         with pytest.raises(PolicyError, match="no layer of this model has full attention"):
@@ -307,7 +317,7 @@ class TestRefusals:
 class TestBudgets:
     def test_headkv_profiles_give_budgets(self):
         made = query_profile([[4, 4, 2, 2], [1, 1, 1, 1]], kv_heads=2)
-        policy = decide(made, ModelLayers([None, None]), Recipe(budget=100, beta=2))
+        policy = decide(made, ModelLayers([None, None]), Recipe.of(budget=100, beta=2))
         # share 50, pool 50 x 4 by 4 2 1 1 of 8
         assert [layer.budgets for layer in policy.layers] == [(150, 100), (75, 75)]
         assert (policy.full, policy.counts[STREAMING], policy.counts[BUDGETED]) == (0, 0, 4)
@@ -316,7 +326,7 @@ class TestBudgets:
 
     def test_full_heads_come_first_and_the_rest_shares_the_total(self):
         made = profile([[0.1, 0.9], [0.4, 0.4]])
-        policy = decide(made, ModelLayers([None, None]), Recipe(rest="budgeted", budget=10, beta=1.5, full_heads=2))
+        policy = decide(made, ModelLayers([None, None]), Recipe.of(rest="budgeted", budget=10, beta=1.5, full_heads=2))
         assert [layer.order for layer in policy.layers] == [(1, 0), (0, 1)]
         assert [layer.full for layer in policy.layers] == [1, 1]
         assert sum(sum(layer.budgets) for layer in policy.layers) == 2 * 10
@@ -324,16 +334,16 @@ class TestBudgets:
 
     def test_shares_keep_their_proportions(self):
         made = replace(profile([[0.1, 0.3], [0.4, 0.0]]), method="lu-kv")
-        policy = decide(made, ModelLayers([None, None]), Recipe(budget=100))
+        policy = decide(made, ModelLayers([None, None]), Recipe.of(budget=100))
         assert [layer.budgets for layer in policy.layers] == [(50, 150), (200, 0)]
         assert "beta" not in policy.options
-        more_even = decide(made, ModelLayers([None, None]), Recipe(budget=100, beta=2))
+        more_even = decide(made, ModelLayers([None, None]), Recipe.of(budget=100, beta=2))
         assert [layer.budgets for layer in more_even.layers] == [(75, 125), (150, 50)]
 
     @given(hnp.arrays(np.int64, (2, 3), elements=st.integers(0, 1 << 24)), st.integers(0, 5))
     def test_budgets_are_given_as_they_are(self, tokens, full_heads):
         policy = decide(
-            replace(profile(tokens), method="budgets"), ModelLayers([None, None]), Recipe(full_heads=full_heads)
+            replace(profile(tokens), method="budgets"), ModelLayers([None, None]), Recipe.of(full_heads=full_heads)
         )
         kept = sorted(tokens.ravel())[: 6 - full_heads]
         assert sorted(budget for layer in policy.layers for budget in layer.budgets) == kept
@@ -347,9 +357,9 @@ class TestBudgets:
     )
     def test_another_profile_s_shares(self, gates, shares, full_heads, budget):
         gates, shares = profile(gates), replace(profile(shares), method="wg-kv")
-        recipe = Recipe(full_heads=full_heads, budget=budget, budgets_from="shares")
+        recipe = Recipe.of(full_heads=full_heads, budget=budget, budgets_from="shares")
         policy = decide(gates, ModelLayers([None, None]), recipe, shares)
-        assert full(policy) == full(decide(gates, ModelLayers([None, None]), Recipe(full_heads=full_heads)))
+        assert full(policy) == full(decide(gates, ModelLayers([None, None]), Recipe.of(full_heads=full_heads)))
         found = {
             (n, head): tokens
             for n, layer in enumerate(policy.layers)
@@ -362,22 +372,26 @@ class TestBudgets:
 
     def test_a_profile_beside_shares_says_how_many_full_heads(self):
         gates, shares = profile([[0.1, 0.9]]), replace(profile([[0.5, 0.5]]), method="wg-kv")
-        with pytest.raises(PolicyError, match="say how many with `full_heads` or `sparsity`, or leave the profile out"):
-            decide(gates, ModelLayers([None]), Recipe(budget=9), shares)
-        with pytest.raises(PolicyError, match="`budget` is missing"):
-            decide(gates, ModelLayers([None]), Recipe(full_heads=1), shares)
-        with pytest.raises(PolicyError, match="`budgets_from` is for budgeted heads"):
-            Recipe(rest="streaming", budgets_from="shares")
+        with pytest.raises(
+            PolicyError, match=r"say how many with `heads.full_heads` or `heads.sparsity`, or leave the profile out"
+        ):
+            decide(gates, ModelLayers([None]), Recipe.of(budget=9), shares)
+        with pytest.raises(PolicyError, match=r"`budgeted.budget` is missing"):
+            decide(gates, ModelLayers([None]), Recipe.of(full_heads=1), shares)
+        with pytest.raises(PolicyError, match=r"`budgeted.budgets_from` exclude each other"):
+            Recipe.of(rest="streaming", budgets_from="shares")
 
     def test_embedding_heads_have_no_budgets(self):
         heads = HeadProfile(
             None, "reform", None, "test", ModelDimensions(1, 4, 2, 8), embedding_heads=(EmbeddingHead(0, "q", 1),)
         )
         with pytest.raises(ProfileError, match="has embedding heads and no scores"):
-            decide(profile([[0.1, 0.9]]), ModelLayers([None]), Recipe(full_heads=1, budget=9), heads)
+            decide(profile([[0.1, 0.9]]), ModelLayers([None]), Recipe.of(full_heads=1, budget=9), heads)
 
     def test_native_layers_have_none(self):
-        policy = decide(profile([[0.1, 0.9], [0.4, 0.4]]), ModelLayers([5, None]), Recipe(rest="budgeted", budget=10))
+        policy = decide(
+            profile([[0.1, 0.9], [0.4, 0.4]]), ModelLayers([5, None]), Recipe.of(rest="budgeted", budget=10)
+        )
         assert head_list(policy.layers[0]) == ("window", "window")
         assert policy.layers[0].native
         assert sum(policy.layers[1].budgets) == 20
@@ -386,20 +400,20 @@ class TestBudgets:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({}, "`budget` is missing"),
-            ({"budget": 0}, "`budget`"),
-            ({"budget": 9, "beta": 1}, "`beta`"),
-            ({"budget": 9, "window": 0}, "`window`"),
-            ({"budget": 9, "kernel_size": 4}, "`kernel_size` must be odd"),
-            ({"budget": 9, "pool": "sum"}, "`pool`"),
-            ({"budget": 9, "rest": "streaming"}, "set `rest` to budgeted"),
+            ({}, "`budgeted.budget` is missing"),
+            ({"budget": 0}, "`budgeted.budget`"),
+            ({"budget": 9, "beta": 1}, "`budgeted.beta`"),
+            ({"budget": 9, "window": 0}, "`budgeted.window`"),
+            ({"budget": 9, "kernel_size": 4}, "`budgeted.kernel_size` must be odd"),
+            ({"budget": 9, "pool": "sum"}, "`budgeted.pool`"),
+            ({"budget": 9, "rest": "streaming"}, "`rest` streaming and `budgeted.budget` exclude each other"),
         ],
     )
     def test_impossible(self, options, message):
         with pytest.raises(PolicyError, match=message):
-            decide(query_profile([[1, 2]], kv_heads=1), ModelLayers([None]), Recipe(**options))
+            decide(query_profile([[1, 2]], kv_heads=1), ModelLayers([None]), Recipe.of(**options))
 
     def test_hash_covers_the_selection(self):
         made = query_profile([[1, 2]], kv_heads=1)
-        hashes = {decide(made, ModelLayers([None]), Recipe(budget=9, window=w)).hash for w in (4, 8)}
+        hashes = {decide(made, ModelLayers([None]), Recipe.of(budget=9, window=w)).hash for w in (4, 8)}
         assert len(hashes) == 2

@@ -19,7 +19,7 @@ SCORES = HeadProfile([[0.1, 0.2, 0.9, 0.3], [0.1, 0.8, 0.2, 0.9]], "duo", "kv", 
 
 
 def test_heads_are_named_by_their_places_after_surgery():
-    policy = decide(SCORES, ModelLayers([None] * 2), Recipe(full_heads=3))
+    policy = decide(SCORES, ModelLayers([None] * 2), Recipe.of(full_heads=3))
     assert [layer.order for layer in policy.layers] == [(2, 0, 1, 3), (1, 3, 0, 2)]
     reform = with_reform(policy, REFORM, None, marker=[7, 8]).reform
     # query heads 4 and 5 belong to KV head 2, which comes first

@@ -78,7 +78,7 @@ class TestOverlap:
         for overlap in compare(ablation(a), ablation(b)).overlaps:
             full = []
             for scores in (a, b):
-                policy = decide(ablation(scores), ModelLayers([None] * 3), Recipe(sparsity=overlap.sparsity))
+                policy = decide(ablation(scores), ModelLayers([None] * 3), Recipe.of(sparsity=overlap.sparsity))
                 full.append({(n, head) for n, layer in enumerate(policy.layers) for head in layer.order[: layer.full]})
             assert len(full[0]) == len(full[1]) == overlap.full
             assert len(full[0] & full[1]) == overlap.shared

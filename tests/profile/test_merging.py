@@ -65,7 +65,7 @@ class TestLaws:
     @given(SCORES, st.sampled_from(HOWS), st.floats(0, 1))
     def test_every_result_can_be_decided_on(self, scores, how, sparsity):
         merged = merge([kv(of) for of in scores], how)
-        policy = decide(merged, ModelLayers([None] * 2), Recipe(sparsity=sparsity))
+        policy = decide(merged, ModelLayers([None] * 2), Recipe.of(sparsity=sparsity))
         assert policy.counts[STREAMING] == round(sparsity * 4)
         assert merged.scores.max() <= SCORE_METHODS[merged.method].most
 

@@ -20,7 +20,7 @@ def test_facts():
     assert (found["shape"], found["score_min"], found["score_max"], found["at_max"]) == ([2, 4], 0, 1, 3)
     for sparsity, full in found["full_heads_per_layer"].items():
         assert full == [
-            layer.full for layer in decide(DUO, ModelLayers([None] * 2), Recipe(sparsity=float(sparsity))).layers
+            layer.full for layer in decide(DUO, ModelLayers([None] * 2), Recipe.of(sparsity=float(sparsity))).layers
         ]
     assert found["hash"] == DUO.hash
     assert found["scores"] == DUO.scores.tolist()

@@ -174,7 +174,7 @@ def test_memory_counts_the_heads_of_each_kind(checkpoint, family):
 def test_prices_are_those_of_the_decided_policy(checkpoint, family, rest):
     source, profile = Checkpoint.open(checkpoint(family)), random_profile(checkpoint(family))
     layers, footprint = source.model.layers, Footprint.of(source)
-    asked = Recipe(fit=Demand(1 << 30, 1000, chunk=1000), rest=rest)
+    asked = Recipe.of(fit=Demand(1 << 30, 1000, chunk=1000), rest=rest)
     found = fit(profile, layers, footprint, asked)
     for candidate in found.candidates[::7]:
         layout = decide(profile, layers, candidate.recipe(asked)).layout

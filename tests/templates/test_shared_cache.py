@@ -61,7 +61,7 @@ def test_a_head_keeps_what_any_of_its_layers_needs(checkpoint, family, layer):
     assert layers.sources == {3: 1, 4: 2, 5: 1}
     profile = scored(checkpoint(family), layer)
     assert kv_scores(profile, sources=layers.sources)[1].tolist() == pytest.approx([0.1, 1, 0.1, 1])
-    policy = decide(profile, layers, Recipe(full_heads=2))
+    policy = decide(profile, layers, Recipe.of(full_heads=2))
     assert [full_heads(each) for each in policy.layout.attended] == [(), (1, 3), (), (1, 3), (), (1, 3)]
     assert policy.orders == ((0, 1, 2, 3), (1, 3, 0, 2)) + ((0, 1, 2, 3), (1, 3, 0, 2)) * 2
     assert (policy.full, policy.counts[STREAMING]) == (2, 2)
@@ -169,7 +169,7 @@ def test_shared_layers_store_nothing(shared, family):
 def test_prices_are_those_of_the_decided_policy(checkpoint, family):
     source, profile = Checkpoint.open(checkpoint(family)), random_profile(checkpoint(family))
     layers = source.model.layers
-    asked = Recipe(fit=Demand(1 << 30, 1000, chunk=1000), rest="streaming")
+    asked = Recipe.of(fit=Demand(1 << 30, 1000, chunk=1000), rest="streaming")
     found = fit(profile, layers, Footprint.of(source), asked)
     assert {candidate.full_heads for candidate in found.candidates} == {0, 1, 2, 3, 4}
     for candidate in found.candidates[::5]:

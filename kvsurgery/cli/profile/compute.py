@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.help import MEASUREMENT, basic, in_group
+from kvsurgery.cli.help import MEASUREMENT, basic, in_group, in_options
 from kvsurgery.cli.options import Grouped
 from kvsurgery.cli.profile.saving import out_option
-from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.cli.running import (
     POSITIVE,
     check_revision,
@@ -136,7 +135,7 @@ def compute(
             configured_method = replace(configured_method, kept=out.with_name(f"{out.name}.samples.jsonl"))
         try:
             with console.step_progress(f"measuring {method}") as advance:
-                first_reporter = Reporter(advance, lambda line: console.stderr.print(in_flags(line)))
+                first_reporter = Reporter(advance, lambda line: console.stderr.print(in_options(line)))
                 reporter = first_reporter if processes.rank == 0 else Reporter()
                 reporter.progress(0, None, f"loading {source}")
                 measured = mesh.load(
@@ -157,7 +156,7 @@ def compute(
         except KeyboardInterrupt:
             kept = configured_method.kept
             hint = f"{configured_method.way_on} continues from {kept}" if kept and kept.is_file() else "nothing is kept"
-            raise Interrupted(in_flags(hint)) from None
+            raise Interrupted(in_options(hint)) from None
         if processes.rank == 0:
             measurement.result.save(out)  # before anything is imported that may have been upgraded meanwhile
             remember(measurement.result, source)
@@ -177,7 +176,7 @@ def _configured_method(ctx: click.Context, name: str, seed: int) -> Method:
     try:
         return METHODS[name](name=name, seed=seed, **given_settings(ctx, METHODS[name]))
     except ProfileError as error:
-        raise click.UsageError(in_flags(str(error))) from error
+        raise click.UsageError(in_options(str(error))) from error
 
 
 def _check_sharing(method: Method, mesh: Mesh) -> None:
@@ -200,7 +199,7 @@ def _show(measurement: Measurement, out: Path, source: str, revision: str | None
     if isinstance(measurement.result, HeadProfile):
         if measurement.history is not None:
             for line in outcome(measurement.result, measurement.history):
-                console.stderr.print(in_flags(line))
+                console.stderr.print(in_options(line))
         show_saved(measurement.result, out, source, revision)
     else:
         show_saved_losses(measurement.result, out, source, revision)
