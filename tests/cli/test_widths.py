@@ -4,6 +4,7 @@ import io
 import re
 from dataclasses import replace
 
+import click
 import pytest
 from rich.console import Console
 
@@ -44,7 +45,8 @@ def test_scores(lines):
         kv_bytes=GIB,
         dense_bytes=16 * GIB,
     )
-    evaluate._show(found)
+    with click.Context(evaluate.evaluate):  # the command whose options are named
+        evaluate._show(found)
     text = lines("12,345", "131,072", "100.0%", "90.0%", "1.00 GiB", "16.00 GiB", "[-2.5,", "+1.5]", "8.310", "8.360")
     assert re.search(r"KV\s+cache", text)
     assert "6.2%" in text
