@@ -17,6 +17,7 @@ from tests.evaluate.recall import MODEL, tasks
 from tests.helpers.needle_sets import COUNT
 
 BATCH = Options(batch=4)
+FEW = Options(batch=4, limit=2)
 
 
 @pytest.fixture
@@ -37,26 +38,26 @@ def test_the_hardest_answered_set_is_asked_and_recorded(answered, task, sets, tm
     sets(answered)
     lines, steps = [], []
     told = {"progress": lambda *step: steps.append(step), "note": lines.append}
-    results = evaluate({"original": MODEL}, task, tmp_path / "report", BATCH, device="cpu", **told)
+    results = evaluate({"original": MODEL}, task, tmp_path / "report", FEW, device="cpu", **told)
     assert results.tasks[0].scores["original"].mean == 1
-    assert results.tasks[0].count == COUNT * 4
+    assert results.tasks[0].count == FEW.limit
     chosen = results.settings["tasks"]["needle"]
     assert (chosen["needles"], chosen["choice"]["name"]) == ("auto", answered)
     assert chosen["choice"]["right"][answered] == chosen["choice"]["trials"] == 8
     assert chosen["choice"]["tokens"] == 96
     line, plan = lines
-    assert plan.startswith(f"{COUNT * 4} prompts for each model, of at most 160 tokens: {COUNT * 4} of needle")
+    assert plan.startswith("2 prompts for each model, of at most 96 tokens: 2 of needle")
     assert line.startswith(f"needles: {answered}, ")
     assert {(0, None, f"trying needles: {answered}, {number} of 8") for number in range(1, 9)} <= {*steps}
     assert json.loads((tmp_path / "report" / "settings.json").read_text())["tasks"]["needle"] == chosen
 
 
 def test_the_original_chooses_where_it_is_there(task, sets, full, budgeted, tmp_path, loaded):
-    sets("word")
-    evaluate({"original": MODEL, "converted": full}, task, tmp_path / "two", BATCH, device="cpu")
+    sets("phrase")
+    evaluate({"original": MODEL, "converted": full}, task, tmp_path / "two", FEW, device="cpu")
     assert loaded == [MODEL]
     lines = []
-    alone = evaluate({"converted": budgeted}, task, tmp_path / "one", BATCH, device="cpu", note=lines.append)
+    alone = evaluate({"converted": budgeted}, task, tmp_path / "one", FEW, device="cpu", note=lines.append)
     assert loaded == [MODEL, budgeted]
     assert alone.settings["tasks"]["needle"]["choice"]["model"] == "converted"
     assert "the original was not available" in lines[0]
@@ -74,13 +75,13 @@ def test_needles_beyond_the_positions_are_not_tried(task, sets, tmp_path):
 
 
 def test_a_run_that_goes_on_does_not_choose_again(task, sets, full, tmp_path, loaded):
-    sets("word")
+    sets("phrase")
     Evaluation.open(tmp_path / "report", MODEL, task, BATCH)
     assert loaded == [MODEL]
     lines = []
     again = Evaluation.open(tmp_path / "report", MODEL, task, BATCH, note=lines.append)
     assert loaded == [MODEL]
-    assert again.tasks["needle"]["choice"]["name"] == "word"
+    assert again.tasks["needle"]["choice"]["name"] == "phrase"
     assert len(lines) == 1
     with pytest.raises(OutputError, match="`needles` of needle is auto there and word here"):
         Evaluation.open(tmp_path / "report", MODEL, {"needle": replace(task["needle"], needles="word")}, BATCH)

@@ -17,6 +17,10 @@ from tests.report.reading import Page
 EVIL = '"><script>alert(1)</script><img src="http://example.com/x.png">'
 
 
+# one task without a curve: few pictures to draw
+FEW = {"tasks": (builders.task("qa", 0.5, 0.5),)}
+
+
 @pytest.fixture(scope="module")
 def page(report):
     return Page(report / "index.html")
@@ -95,7 +99,7 @@ def test_kv_memory_before_and_after(page):
 def test_lengths_by_name_as_version_0_1_wrote_them(tmp_path):
     rows = [{"tokens": name, "before": 2 << 20, "after": 1 << 20} for name in ("512", "40k")]
     checkpoint = builders.checkpoint(surgery=builders.surgery(kv_bytes=rows))
-    old_page = written(tmp_path, builders.results(checkpoint=checkpoint))
+    old_page = written(tmp_path, builders.results(checkpoint=checkpoint, **FEW))
     assert ["40k", "2.00 MiB", "1.00 MiB", "0.50"] in old_page.table("KV cache of one sequence")
 
 
@@ -118,7 +122,7 @@ def test_skipped_samples_of_tasks_with_several_scores(tmp_path):
     ]
     found = builders.results(tasks=tuple(tasks))
     assert written(tmp_path, found).table("Samples that were skipped")[1:] == [["qa", "2", "original: long"]]
-    assert "No sample was skipped." in written(tmp_path, builders.results(tasks=(builders.task("qa", 0.5, 0.5),))).text
+    assert "No sample was skipped." in written(tmp_path, builders.results(**FEW)).text
 
 
 def test_speed_with_what_did_not_run(page):
@@ -183,19 +187,19 @@ def test_names_do_not_break_pictures(tmp_path):
 
 class TestParts:
     def test_an_evaluation_alone(self, tmp_path):
-        page = written(tmp_path, builders.results())
+        page = written(tmp_path, builders.results(**FEW))
         assert "Speed and memory" not in page.text
         assert page.table("Scores of each task")
 
     def test_a_benchmark_alone(self, tmp_path):
-        page = written(tmp_path, builders.bench())
+        page = written(tmp_path, builders.bench(rows=builders.bench().rows[:6]))
         assert "Quality" not in page.text
         assert page.table("Batch 1")
 
-    def test_a_benchmark_over_several_processes(self, tmp_path):
+    def test_a_benchmark_over_several_processes(self, tmp_path, page):
+        assert "share the models" not in page.text
         alone = builders.bench()
-        assert "share the models" not in written(tmp_path, alone).text
-        shared = builders.bench(settings={**alone.settings, "processes": 4})
+        shared = replace(alone, rows=alone.rows[:6], settings={**alone.settings, "processes": 4})
         assert "4 processes share the models. Times are those of the first process" in written(tmp_path, shared).text
 
     def test_of_an_original_alone(self, tmp_path):
@@ -223,7 +227,7 @@ class TestParts:
         kinds = {"heads": heads, "full_heads": [1, None], "streaming": 0, "budgeted": 3}
         quantization = {"bits": 4, "scheme": "kivi", "group_size": None, "residual": 128}
         facts = builders.surgery(**kinds, quantization=quantization, revertible=False, base_model=None, options=None)
-        page = written(tmp_path, builders.results(checkpoint=builders.checkpoint(surgery=facts)))
+        page = written(tmp_path, builders.results(checkpoint=builders.checkpoint(surgery=facts), **FEW))
         assert page.table("Kinds of KV heads") == [
             ["layer", "full", "own window", "budgeted", "budgets"],
             ["0", "1", "0", "3", "16 to 120"],
@@ -236,7 +240,7 @@ class TestParts:
         """Their heads have no keys and values of their own: nowhere do they count."""
         heads = [["full", "streaming"], ["window"] * 2, ["full", "streaming"]]
         facts = builders.surgery(heads=heads, full_heads=[1, None, None], streaming=1)
-        page = written(tmp_path, builders.results(checkpoint=builders.checkpoint(surgery=facts, shared=1)))
+        page = written(tmp_path, builders.results(checkpoint=builders.checkpoint(surgery=facts, shared=1), **FEW))
         text = " ".join(page.text.split())
         assert "Of 4 KV heads, 1 keep every token, 1 keep the first" in text
         assert "1 of 2 KV heads keep every token" in text
@@ -272,7 +276,7 @@ class TestRefused:
             write_report(tmp_path)
 
     def test_where_no_page_can_go(self, tmp_path):
-        builders.results().save(tmp_path)
+        builders.results(**FEW).save(tmp_path)
         (tmp_path / "index.html").mkdir()
         with pytest.raises(OutputError, match="cannot write"):
             write_report(tmp_path)
