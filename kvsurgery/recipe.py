@@ -40,6 +40,7 @@ QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming", "kv_si
 # the `kv_bits` that are chosen for each layer; what is then chosen with them, or was not measured
 AUTO = "auto"
 NOT_AUTO = ("kv_streaming", "kv_rotate", "kv_clip")
+CODE = ("quantized", "kernels")  # what code a checkpoint carries
 MAX_TOKENS = 1 << 30
 MAX_BATCH = 1 << 20
 
@@ -146,6 +147,9 @@ class Recipe:
         tp: processes of tensor parallelism that heads are laid out for, or a multiple of their number.
         tp_uneven: keep exactly the full heads asked for, though some processes then hold more of them.
 
+        quantized: emit the code of quantized caches even without `kv_bits`, so that callers can ask for one.
+        kernels: emit the Triton kernels; without them everything runs in plain torch.
+
         ignore_model_code: convert a model with modeling code of its own as the stock model of its `model_type`.
 
         reform: how long prompts are read; used with a reform profile.
@@ -188,6 +192,9 @@ class Recipe:
 
     tp: int = 1
     tp_uneven: bool = False
+
+    quantized: bool = False
+    kernels: bool = True
 
     ignore_model_code: bool = False
 
@@ -275,6 +282,7 @@ class Recipe:
             names += ["kv_bits", "kv_budget", *(name for name in QUANTIZED if name not in NOT_AUTO), "kv_measured"]
         elif self.kv_bits is not None:
             names += ["kv_bits", *QUANTIZED]
+        names += [name for name in CODE if getattr(self, name) != _DEFAULTS[name]]
         return tuple(names)
 
     def changed(self, **values: Any) -> Recipe:

@@ -30,11 +30,8 @@ from .kv_layout import LayerLayout
 from .kv_softmax import Read, Scoring, Skipped
 from .kv_torch import AttentionPath
 
-try:
-    from . import kv_cuda
-except ImportError:  # no triton: torch does everything
-    kv_cuda = None
-
+kv_cuda: Any = None  # the path of kernels, where `find_kernels` has found them
+kv_graph: Any = None
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
 
@@ -56,6 +53,19 @@ class AttentionModule(Protocol):
 
     kv_layout: LayerLayout
     config: Any
+
+
+def find_kernels() -> None:
+    """Look for the kernels, which need Triton, and which checkpoints lack that were converted with `--no-kernels`.
+
+    Every model that is made looks for them: transformers 4 keeps this module for another folder of the same name, whose
+    checkpoint may have kernels where this one's had none.
+    """
+    global kv_cuda, kv_graph
+    try:
+        from . import kv_cuda, kv_graph
+    except ImportError:  # torch does everything
+        kv_cuda = kv_graph = None
 
 
 def mask_for(*args, config: Any, **options) -> torch.Tensor | None:

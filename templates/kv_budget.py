@@ -19,11 +19,6 @@ from .kv_received import attention_received
 from .kv_softmax import Read, Scoring, over_columns
 from .kv_storage import Storage
 
-try:
-    from . import kv_compact
-except ImportError:  # no triton: torch does everything
-    kv_compact = None
-
 
 class BudgetedHeads(Heads):
     """One layer's budgeted heads, a group each, which select once, at the end of the prompt."""
@@ -210,7 +205,8 @@ class BudgetedHeads(Heads):
     ) -> None:
         """Store the columns of a prompt that `select` has chosen, by a kernel where there is one."""
         if kernels:
-            assert kv_compact is not None  # as there are kernels
+            from . import kv_compact
+
             for group in self.groups:
                 group.packed = [group.packable(row, self.prompt - skip) for row, skip in enumerate(group.skips)]
             kv_compact.compact(self.storage.table().last(len(self.groups)), keys, values, kept_columns)

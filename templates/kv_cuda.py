@@ -41,7 +41,7 @@ def decode(
     Nothing here waits for the device. What changes from step to step is in tensors that stay, but for the launch that
     packs tiles: it comes only in steps where some are due.
     """
-    pack(layer)
+    layer.pack()
     table = layer.storage.table()
     columns = layer.columns.on(query.device)
     rotated_query = kv_store.append(table, columns, query[:, :, 0], key, value)
@@ -55,15 +55,6 @@ def decode_stored(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) ->
     """Attend from a token per row that `decode` has stored."""
     table, rotated_query = layer.storage.table(), layer.storage.rotated_query(query)
     return kv_decode.decode(rotated_query[:, :, 0], table, layer.columns.on(query.device), scoring)[:, :, None]
-
-
-def pack(layer: KVLayerCache) -> None:
-    """Quantize the tiles and select the tokens that are due before the next one is stored; mostly there is nothing."""
-    for heads in layer.heads:
-        if heads.due == layer.seen:
-            heads.renew(layer.seen, kernels=True)
-    if layer.storage.tiled:
-        kv_store.flush_due(layer.storage.tiled, layer.storage.table(), layer.columns.settled)
 
 
 def causal(

@@ -11,6 +11,7 @@ from .kv_softmax import Read, Scoring, Skipped, attend, over_columns
 
 # elements of keys that are quantized or dequantized together: what stays in a CPU's cache, and enough work for a GPU
 BLOCK, CUDA_BLOCK = 2**20, 2**24
+KEYS, VALUES = 0, 1  # kinds of states
 
 
 def block_elements(states: torch.Tensor) -> int:
@@ -252,3 +253,8 @@ class HeadGroup:
     def take_rows(self, reorder: Callable[[list], list]) -> None:
         """Follow a change of rows in what is known of them; storage is its owner's to change."""
         self.dropped, self.skips, self.packed = reorder(self.dropped), reorder(self.skips), reorder(self.packed)
+
+
+def take_positions(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """States at positions: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
+    return states.gather(2, position[..., None].expand(-1, -1, -1, states.shape[3]))

@@ -14,25 +14,18 @@ token is quantized twice while it stays in tiles. Filling a tile between selecti
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from .kv_budget import BudgetedHeads, most_important, weighted
 from .kv_columns import Columns, Rows, on_device
-from .kv_heads import HeadGroup
-from .kv_layout import TILE, VALUE_NORM, LayerLayout
+from .kv_heads import KEYS, VALUES, HeadGroup, take_positions
+from .kv_layout import VALUE_NORM, LayerLayout
 from .kv_received import attention_received
 from .kv_softmax import Scoring
 from .kv_storage import Storage
-from .kv_tiles import QuantizedGroup
-from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, take_positions
-
-try:
-    from . import kv_move, kv_reselect, kv_store
-except ImportError:  # no triton: torch does everything
-    kv_move = kv_reselect = kv_store = None
 
 
 class Renewal(NamedTuple):
@@ -158,7 +151,7 @@ class HeldHeads(BudgetedHeads):
 
     @property
     def due(self) -> int:
-        return min([self.next, *map(_next_tile, self.quantized)])
+        return min([self.next, *(group.next_tile for group in self.quantized)])
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -191,7 +184,7 @@ class HeldHeads(BudgetedHeads):
             self._align(dropped)
             return
         head_lengths = [max(head_tokens) for head_tokens in zip(*lengths, strict=True)]
-        codes = TokenCodes(self.quantized, self.storage) if self.quantized else None
+        codes = self._codes()
         keys = self._stored(KEYS, head_lengths, codes)
         needs_values = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
         values = self._stored(VALUES, head_lengths, codes) if needs_values else keys[:, :, :0]
@@ -209,6 +202,14 @@ class HeldHeads(BudgetedHeads):
             self._write([*map(max, kept_by_head)], take_positions(keys, order), take_positions(values, order))
         self._drop(dropped)
 
+    def _codes(self) -> Any:
+        """The tokens of quantized heads, as they are now; None where heads are not quantized."""
+        if not self.quantized:
+            return None
+        from . import kv_token_codes  # which only checkpoints with quantized caches carry
+
+        return kv_token_codes.TokenCodes(self.quantized, self.storage)
+
     def _renew_by_kernels(self, column: int, max_length: int, kept_by_head: list[tuple[int, ...]]) -> None:
         """Select tokens and move them in two launches.
 
@@ -216,8 +217,8 @@ class HeldHeads(BudgetedHeads):
             max_length: of the stored tokens of any head.
             kept_by_head: how many of them it keeps in each row.
         """
-        assert kv_reselect is not None  # as there are kernels
-        assert kv_move is not None
+        from . import kv_move, kv_reselect
+
         assert self.query_ring is not None
         assert self.scoring is not None
         table = self.storage.table().last(len(self.groups))
@@ -228,7 +229,7 @@ class HeldHeads(BudgetedHeads):
         kv_move.move(table, kept_positions, column)
         # either all are quantized or none is
         for group, row_counts in zip(self.quantized, kept_by_head, strict=False):
-            refill(group, row_counts)
+            group.refill(row_counts)
 
     def _importance(self, keys: torch.Tensor, values: torch.Tensor, column: int, stops: torch.Tensor) -> torch.Tensor:
         """What stored tokens are worth to the queries before a column: float32 [batch, heads, slots].
@@ -251,8 +252,9 @@ class HeldHeads(BudgetedHeads):
             return
         self._back_up(column)
         if kernels:
-            assert kv_store is not None
-            kv_store.flush_due(self.quantized, self.storage.table().last(len(self.groups)), column)
+            from . import kv_pack
+
+            kv_pack.flush_due(self.quantized, self.storage.table().last(len(self.groups)), column)
             return
         for group in due_groups:
             group.pack()
@@ -302,7 +304,7 @@ class HeldHeads(BudgetedHeads):
         """What groups know of their rows, row by row."""
         return list(zip(*(getattr(group, name) for group in self.groups), strict=True))
 
-    def _stored(self, kind: int, counts: list[int], codes: "TokenCodes | None") -> torch.Tensor:
+    def _stored(self, kind: int, counts: list[int], codes: Any) -> torch.Tensor:
         """Keys or values of the first tokens of each head, so many of it, as [batch, heads, n, head_dim]."""
         if codes:
             place = torch.arange(max(counts), device=self.groups[0].keys.device)[None, None]
@@ -326,12 +328,6 @@ class HeldHeads(BudgetedHeads):
         """Let groups and kernels know how many columns each row has dropped."""
         self._align(dropped)
         self.storage.note_rows()
-
-
-def _next_tile(group: QuantizedGroup) -> int:
-    """The first column before which a row packs another tile."""
-    first_unpacked = min(skip + packed for skip, packed in zip(group.skips, group.packed, strict=True))
-    return first_unpacked + group.sink + group.quantization.residual + TILE
 
 
 def _stored_parts(group: HeadGroup) -> list[torch.Tensor]:

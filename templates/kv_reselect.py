@@ -25,7 +25,6 @@ from .kv_kernels import (
 from .kv_layout import VALUE_NORM, Selection
 from .kv_softmax import Scoring
 from .kv_storage import HeadTable
-from .kv_store import _pack_options
 
 ALWAYS_KEPT = tl.constexpr(0x7F800000)  # the bits of infinity: more than those of any importance
 
@@ -251,8 +250,10 @@ def _count_reaching(pooled, threshold, stop, N: tl.constexpr):
 
 def _token_scale_options(table: HeadTable) -> dict[str, int | None]:
     """How a kernel finds the codes of tokens in tiles: bits, and the groups of a token that have scales."""
-    options = _pack_options(table)
-    return {"BITS": options["BITS"], "COLUMNS": options["V_COLUMNS"]}
+    if table.quantization is None:
+        return {"BITS": None, "COLUMNS": None}
+    _, columns = table.quantization.value_groups(table.keys.shape[2])
+    return {"BITS": table.quantization.bits, "COLUMNS": columns}
 
 
 class Accumulated(NamedTuple):

@@ -135,6 +135,11 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
     },
     RUNNING: {
+        "quantized": (
+            bool,
+            "Emit the code of quantized caches even without --kv-bits, for `generate(cache_implementation=...)`.",
+        ),
+        "kernels": (bool, "Emit the Triton kernels; without them a GPU runs plain torch.  [default: (emitted)]"),
         "ignore_model_code": (
             bool,
             "Convert a model with modeling code of its own as the transformers model of its `model_type`.",
@@ -218,7 +223,7 @@ def _option(
         kind, text = SWEPT_BITS if name == "kv_bits" else (kind, text)
         kind = Several(click.types.convert_type(kind))
     default = getattr(Recipe(), name, None)
-    if kind is bool and default is None:
+    if kind is bool and default is not False:
         return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
     if kind is bool:
         return click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text)

@@ -8,15 +8,16 @@ from typing import NamedTuple
 import torch
 
 from kvsurgery.templates.kv_cache import KVLayerCache
-from kvsurgery.templates.kv_codes import empty_tiles, quantize, rotated
+from kvsurgery.templates.kv_codes import empty_tiles, quantize, rotated, rotation
 from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import HeadGroup
 from kvsurgery.templates.kv_layout import ACCUMULATED, EVERY, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
+from kvsurgery.templates.kv_pack import flush
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
 from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.templates.kv_storage import HeadTable
-from kvsurgery.templates.kv_store import append, flush
+from kvsurgery.templates.kv_store import append
 from kvsurgery.templates.kv_tiles import QuantizedGroup
 from kvsurgery.templates.kv_token_codes import encoded_tokens, token_states
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
@@ -525,7 +526,8 @@ def check_append(keys_of: int, values_of: int, dtype: torch.dtype, device: str) 
         (4, batch, tokens + 17, head_dim), torch.nan, dtype=dtype, device=device
     )
     table = HeadTable(keys, values, offsets, sinks, rings, recents, padding)
-    table = table._replace(rotated_keys=keys_of, rotated_values=values_of)
+    matrix = rotation(head_dim, torch.float32, table.keys.device) if values_of else None
+    table = table._replace(rotated_keys=keys_of, rotated_values=values_of, matrix=matrix)
     same = table._replace(keys=same_keys, values=same_values)
     came = torch.randn(2, batch, tokens, heads, head_dim).to(device, dtype)
     query = torch.randn(batch, heads * 2, head_dim).to(device, dtype)

@@ -172,7 +172,7 @@ HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
     "a warp reads the scales that it has stored itself, in the layout that this shape has": (
         lambda kernel, number: (
             kernel.name == "_move_codes_kernel"
-            and kernel.instructions[number].source.startswith("kv_store.py")
+            and kernel.instructions[number].source.startswith("kv_pack.py")
             and kernel.instructions[number - 1].opcode.startswith("st.global")
         )
     ),

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from kvsurgery.templates import kv_attention, kv_budget, kv_cuda, kv_graph, kv_hold
+from kvsurgery.templates import kv_attention, kv_budget, kv_cuda, kv_graph, kv_hold, kv_pack
 from tests.helpers.emitted import LOSSLESS, emitted
 from tests.helpers.families import largest, tokens
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference
@@ -78,7 +78,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kv_graph, "capturable", lambda states: True)
         monkeypatch.setattr(kv_graph, "capture", capture)
         monkeypatch.setattr(kv_cuda.kv_store, "append", kernel(append_reference))
-        monkeypatch.setattr(kv_cuda.kv_store, "flush", kernel(flush_reference))
+        monkeypatch.setattr(kv_pack, "flush", kernel(flush_reference))
         monkeypatch.setattr(kv_cuda.kv_decode, "decode", kernel(decode_reference))
         # only decode steps are looked at; the kernels that select again would take the interpreter a minute
         renew = kv_hold.HeldHeads.renew

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from transformers import DynamicCache
 
 from kvsurgery.heads.section import layout_section
-from kvsurgery.templates import kv_codes, kv_hold, kv_layout, kv_tiles, kv_token_codes
+from kvsurgery.templates import kv_codes, kv_layout, kv_tiles, kv_token_codes
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_codes import dequantize, quantize
@@ -162,7 +162,7 @@ class HoldMachine(CacheOperations):
     ids=lambda value: value,
 )
 def test_any_operations(family, kind, monkeypatch):
-    for module in (kv_layout, kv_codes, kv_tiles, kv_token_codes, kv_hold):
+    for module in (kv_layout, kv_codes, kv_tiles, kv_token_codes):
         monkeypatch.setattr(module, "TILE", 4)
     machine = type("HoldMachine", (HoldMachine,), {"family": family, "kind": kind})
     run_state_machine_as_test(

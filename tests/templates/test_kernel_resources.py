@@ -28,8 +28,8 @@ from triton.backends.nvidia import compiler  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kvsurgery.templates import kv_compact, kv_decode, kv_kernels, kv_move, kv_packed, kv_reselect, kv_store  # noqa: E402
-from kvsurgery.templates.kv_codes import empty_tiles  # noqa: E402
+from kvsurgery.templates import kv_compact, kv_decode, kv_kernels, kv_move, kv_pack, kv_packed, kv_reselect, kv_store  # noqa: E402
+from kvsurgery.templates.kv_codes import empty_tiles, rotation  # noqa: E402
 from kvsurgery.templates.kv_hold import HeldHeads  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization, Selection  # noqa: E402
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
@@ -198,7 +198,7 @@ def test_decode_of_tiles(
     loads = 2 + 2 * (bits == 3) + scales, 2  # of packed units, of slots
     assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * kv_decode.STAGES
     check(compiled["_combine_kernel"], tmp_path, COMBINE_BLOCKS)
-    kv_store.flush(table, row)
+    kv_pack.flush(table, row)
     check(compiled["_flush_kernel"], tmp_path, 1, PACK_STACK if scheme == "per-token" else 0)
 
 
@@ -373,9 +373,10 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     )
     tiles = empty_tiles(states[0], 1, quantization)
     packed = table._replace(tiles=tiles, first_tiles=one, packed=row, quantization=quantization)
-    packed = packed._replace(rotated_keys=1, rotated_values=1)
+    matrix = rotation(6, torch.float32, states.device)
+    packed = packed._replace(rotated_keys=1, rotated_values=1, matrix=matrix)
     prompt = states[:, :, 1:]
-    kv_store.flush(packed, row)
+    kv_pack.flush(packed, row)
     for each in (table, packed):
         kv_store.append(each, row, query[0], query, query)
         kv_decode.decode(query[0], each, row, scoring, programs=1)
