@@ -56,10 +56,10 @@ class AttentionModule(Protocol):
 
 
 def find_kernels() -> None:
-    """Look for the kernels, which need Triton, and which checkpoints lack that were converted with `--no-kernels`.
+    """Look for the kernels, which need Triton.
 
-    Every model that is made looks for them: transformers 4 keeps this module for another folder of the same name, whose
-    checkpoint may have kernels where this one's had none.
+    The modeling file of every checkpoint calls this: transformers 4 keeps this module for another folder of the same
+    name, whose checkpoint may have kernels where this one's has none, and executes only that file.
     """
     global kv_cuda, kv_graph
     try:

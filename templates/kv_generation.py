@@ -33,7 +33,6 @@ class KVSurgeryModel:
         for layer in layout.layers:
             kinds_of(layer)  # before weights are loaded, whether their code is here
             storage_of(layer)
-        kv_attention.find_kernels()
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
