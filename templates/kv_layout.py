@@ -201,7 +201,7 @@ class LayerLayout:
 
     def in_window(self, i: Any, j: Any) -> Any:
         """Whether the window of streaming heads at position i has position j <= i: integers, or tensors of them."""
-        return i // self.recent == j // self.recent if self.chunked else i - j < self.recent
+        return in_window(i, j, self.recent, self.chunked)
 
     @cached_property
     def heads(self) -> int:
@@ -325,6 +325,11 @@ class LayerLayout:
         tiles = min(quantization.tiles(total - self.sink), quantization.window_tiles(self.recent))
         slots = quantization.slots(total, self.sink, margin)
         return self.streaming * (tiles * quantization.tile_bytes(head_dim, itemsize) + slots * token)
+
+
+def in_window(i: Any, j: Any, recent: int, chunked: bool) -> Any:
+    """Whether a window, or a chunk, of `recent` tokens at position i has position j <= i."""
+    return i // recent == j // recent if chunked else i - j < recent
 
 
 def setting(config: Any, name: str) -> Any:

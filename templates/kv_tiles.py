@@ -11,7 +11,7 @@ from .kv_codes import Tiles, dequantize, empty_tiles, key_products, quantize, ro
 from .kv_columns import Rows, on_device
 from .kv_heads import HeadGroup, block_elements
 from .kv_layout import EVERY, TILE, KVLayout, LayerLayout, Quantization
-from .kv_softmax import Read, Scoring, folded, merge
+from .kv_softmax import AttentionPath, Read, Scoring, Span, folded, merge
 from .kv_storage import HeadTable, Storage
 
 
@@ -162,7 +162,9 @@ class QuantizedGroup(HeadGroup):
     def in_window(self, newest: torch.Tensor, position: torch.Tensor, layout: LayerLayout) -> bool:
         return True  # what leaves the ring is in tiles
 
-    def over_past(self, keys: torch.Tensor, values: torch.Tensor, past: int, path: Any, snapshot: bool) -> Read:
+    def over_past(
+        self, keys: torch.Tensor, values: torch.Tensor, past: int, path: AttentionPath, snapshot: bool
+    ) -> Read:
         """The tiles are dequantized; what is not packed yet and the queries' own tokens are read as they came."""
         if not max(self.packed):
             return super().over_past(keys, values, past, path, snapshot)
@@ -173,11 +175,14 @@ class QuantizedGroup(HeadGroup):
             then.tiles = then.tiles.map(torch.clone)
 
         def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-            output, lse = path.causal_with_lse(query, *states, skipped, scoring)
+            span = Span(states[0].shape[2] - query.shape[2], skipped)
+            output, lse = path.attend_with_lse(query, *states, span, scoring)
             output = output.float()  # rounded once, not at every block
-            for block in then.blocks():
-                for part, result in path.over_block(query, *block, scoring):
-                    output[part], lse[part] = merge((output[part], lse[part]), result)
+            for rows, *block in then.blocks():
+                tokens = block[0].shape[2]
+                span = Span(tokens, first=None, limit=tokens)
+                part = path.attend_with_lse(query[rows], *block, span, scoring)
+                output[rows], lse[rows] = merge((output[rows], lse[rows]), part)
             return scoring.sunk(output, lse).to(query.dtype)
 
         return read
@@ -212,18 +217,21 @@ class QuantizedGroup(HeadGroup):
             rows = slice(None) if rows_agree else slice(row, row + 1)
             yield rows, [(begin, end) for begin, end in spans if begin < end]
 
-    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
-        """Keys and values [batch, heads, n, head_dim] of heads that see all of them, dequantized a block at a time.
-
-        With each block comes how many of its first tokens each row has, or None where rows have them all.
-        """
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Rows, and their keys and values [rows, heads, n, head_dim] of heads that see all of them, dequantized a block
+        at a time. Rows come together where they have equally many."""
         first_token = 0
         tiles, max_tiles = self.packed_tiles(), self.tiles_at_once(self.keys.shape[0])
         for parts in zip(*(part.split(max_tiles, 2) for part in tiles), strict=True):
             keys, values = (states.flatten(2, 3) for states in dequantize(Tiles(*parts), self.quantization.bits))
             tokens = keys.shape[2]
             counts = [min(max(packed - first_token, 0), tokens) for packed in self.packed]
-            yield keys, values, None if min(counts) == tokens else counts
+            if len(set(counts)) == 1:
+                yield slice(None), keys[:, :, : counts[0]], values[:, :, : counts[0]]
+            else:
+                for row, count in enumerate(counts):
+                    if count:
+                        yield slice(row, row + 1), keys[row : row + 1, :, :count], values[row : row + 1, :, :count]
             first_token += tokens
 
 

@@ -14,8 +14,8 @@ from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import HeadGroup
 from kvsurgery.templates.kv_layout import ACCUMULATED, EVERY, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
 from kvsurgery.templates.kv_pack import flush
-from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
-from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_prefill import prefill, prefill_with_lse
+from kvsurgery.templates.kv_softmax import Scoring, Span, Window
 from kvsurgery.templates.kv_storage import HeadTable
 from kvsurgery.templates.kv_store import append
 from kvsurgery.templates.kv_tiles import QuantizedGroup
@@ -565,7 +565,7 @@ def check_prefill(case: Prefill, dtype: torch.dtype, device: str) -> None:
     keys = torch.randn(batch, heads, columns, case.head_dim)
     values = torch.randn(batch, columns, heads, case.head_dim).transpose(1, 2)
     states = [part.to(device, dtype) for part in (query, keys, values)]
-    padding = None if case.padding is None else torch.tensor(case.padding, device=device)
+    padding = 0 if case.padding is None else torch.tensor(case.padding, device=device)
     span, scoring = Span(case.past, padding), _scoring(case, heads, device, dtype)
     window = None if case.recent is None else Window(case.sink, case.recent)
 
@@ -593,7 +593,7 @@ def check_prefill_blocks(padding: list[int] | None, dtype: torch.dtype, device: 
     states = [part.to(device, dtype) for part in (query, keys, values)]
     pads = padding or [0]
     by_position = [_by_position(part, pads, past + tokens + 2) for part in states[1:]]
-    span = Span(past, None if padding is None else torch.tensor(padding, device=device))
+    span = Span(past, 0 if padding is None else torch.tensor(padding, device=device))
     scoring = Scoring(head_dim**-0.5)
     blockwise = scoring._replace(sinks=torch.zeros(heads * group, device=device))  # sinks come once, after both
     block, after = span._replace(first=None, limit=limit), span._replace(past=past - limit, first=None)

@@ -85,8 +85,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kv_hold.HeldHeads, "renew", lambda heads, column, kernels: renew(heads, column))
         compact = kv_budget.BudgetedHeads.compact
         monkeypatch.setattr(kv_budget.BudgetedHeads, "compact", lambda *args: compact(*args[:-1]))
-        for name in ("causal", "streaming_from_start"):
-            monkeypatch.setattr(kv_cuda, name, getattr(kv_attention.kv_torch, name))
+        monkeypatch.setattr(kv_cuda, "attend", kv_attention.kv_torch.attend)
         return tapes
 
     return turn_on

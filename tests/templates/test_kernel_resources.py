@@ -32,8 +32,8 @@ from kvsurgery.templates import kv_compact, kv_decode, kv_kernels, kv_move, kv_p
 from kvsurgery.templates.kv_codes import empty_tiles, rotation  # noqa: E402
 from kvsurgery.templates.kv_hold import HeldHeads  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization, Selection  # noqa: E402
-from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
-from kvsurgery.templates.kv_softmax import Scoring  # noqa: E402
+from kvsurgery.templates.kv_prefill import prefill, prefill_with_lse  # noqa: E402
+from kvsurgery.templates.kv_softmax import Scoring, Span, Window  # noqa: E402
 from kvsurgery.templates.kv_storage import HeadTable  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
 
