@@ -68,7 +68,7 @@ def attend(
         return prefill(query, keys, values, span, scoring, window)
     past, skipped = span.past, span.padding
     if span.first is None and not torch.is_tensor(skipped) and skipped <= past:  # rows alike: by column from there on
-        stop = keys.shape[2] - skipped
+        stop = past + query.shape[2] - skipped  # there may be fewer slots than columns
         return attend(query, keys[:, :, :stop], values[:, :, :stop], Span(past - skipped), scoring)
     if span.first is None or torch.is_tensor(skipped) or skipped:
         return prefill(query, keys, values, span, scoring)
