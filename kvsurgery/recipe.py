@@ -133,7 +133,7 @@ class Recipe:
         kernel_size, pool: how many neighbors this attention is pooled over, and by what.
         hold: recent tokens after which a budgeted head selects again, so that its budget holds for whatever follows the
             prompt. Default: it keeps all that follows.
-        select: by what it selects, as `kv_layout.Selection` has it; `accumulated` goes with `hold`.
+        select: by what it selects, as `kv_layout.Selection` has it.
 
         kv_bits: bits of what full and budgeted heads store. Default: the model's dtype. "auto" is a width for each
             layer, by measured losses.
@@ -177,7 +177,7 @@ class Recipe:
     kernel_size: int = 7
     pool: Literal["max", "avg"] = "max"
     hold: int | None = None
-    select: Literal["attention", "accumulated", "value-norm"] = "attention"
+    select: Literal["attention", "value-norm"] = "attention"
 
     kv_bits: int | Literal["auto"] | None = None
     kv_budget: float | None = None

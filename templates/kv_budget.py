@@ -54,10 +54,6 @@ class BudgetedHeads(Heads):
         if self.window_queries is not None:
             self.window_queries = rows(self.window_queries)
 
-    def remember(self, importance: torch.Tensor, places: torch.Tensor) -> None:
-        """Keep the importance of what was chosen, if later selections add to it: float32 [batch, heads, places], and
-        places that are, with those that are no choice at the end, in the order of slots."""
-
     @property
     def oldest(self) -> int:
         """The first column that can be taken back, once selected."""
@@ -184,7 +180,6 @@ class BudgetedHeads(Heads):
             attention = attention_received(self.window_queries, keys, padding, scoring)
             importance = weighted(attention, values, self.selection)[..., : self.start]
             chosen_columns = most_important(importance, padding, counts, self.selection)
-            self.remember(importance, chosen_columns.sort().values)
             kept_columns = torch.cat([chosen_columns, kept_columns], -1)
         for group, row_counts in zip(self.groups, zip(*counts, strict=True), strict=True):
             window_starts = (max(self.start, min(pad, self.prompt)) for pad in row_pads)

@@ -4,7 +4,7 @@ from typing import Any
 
 from .kv_full import FullHeads
 from .kv_kind import Heads
-from .kv_layout import LayerLayout
+from .kv_layout import ACCUMULATED, LayerLayout
 from .kv_storage import Storage
 from .kv_streaming import StreamingHeads
 
@@ -13,7 +13,7 @@ def kinds_of(layout: LayerLayout) -> list[type[Heads]]:
     """The kinds that a layer's heads are of.
 
     Raises:
-        ValueError: this checkpoint was converted without the code of some.
+        ValueError: this checkpoint has no code of some.
     """
     kinds = FullHeads, StreamingHeads, *_budgeted_kinds(layout)
     return [kind for kind in kinds if kind.count(layout)]
@@ -25,6 +25,11 @@ def _budgeted_kinds(layout: LayerLayout) -> list[type[Heads]]:
     It is looked for when it is needed: transformers 4 keeps modules that it has loaded from another folder of the same
     name.
     """
+    if layout.selection and layout.selection.select == ACCUMULATED:
+        raise ValueError(
+            "config.json asks for heads that select by accumulated attention, which this code does not do; convert the "
+            "original model again, by attention or value-norm"
+        )
     try:
         if layout.holds:
             from . import kv_hold

@@ -82,8 +82,8 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "select": (
             click.Choice(list(SELECTS)),
-            "What a budgeted head selects tokens by: the attention of the window; with --hold, its sum over all "
-            "selections (accumulated); or attention times the norm of the token's value.",
+            "What a budgeted head selects tokens by: the attention of the window, or this attention times the norm of "
+            "the token's value.",
         ),
         "kv_bits": (
             Bits(8, 4, 3, 2, "auto"),

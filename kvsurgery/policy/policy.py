@@ -24,7 +24,6 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import MAX_BUDGET, SCORE_METHODS
 from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.templates.kv_layout import (
-    ACCUMULATED,
     TILE,
     KVLayout,
     LayerLayout,
@@ -351,5 +350,3 @@ def _check_selection(selection: Selection) -> None:
             f"`hold` must lie in [{selection.window}, {MAX_WINDOW}] tokens: the observation window, `window`, must fit "
             f"into the block of recent tokens; got {selection.hold}"
         )
-    if selection.select == ACCUMULATED and selection.hold is None:
-        raise PolicyError("`select` accumulated requires `hold`, since it adds up several selections")

@@ -285,7 +285,6 @@ def test_an_empty_name_is_no_file(here: Path, arguments: tuple[str, ...]) -> Non
         (("--select", "value-norm"), "--select is for budgeted heads"),
         (("--save-recipe", PROFILE), "exists and is not a recipe; give another file"),
         (("--save-recipe", "nowhere/recipe.toml"), "there is no folder nowhere; make it first"),
-        ((*BUDGETED, 9, "--select", "accumulated"), "--select accumulated requires --hold"),
         (
             (*BUDGETED, 9, "--select", "value-norm"),
             "--select value-norm keeps the first 4 tokens .* is 3; raise --budget",

@@ -12,7 +12,7 @@ from kvsurgery.templates.kv_codes import empty_tiles, quantize, rotated, rotatio
 from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import HeadGroup
-from kvsurgery.templates.kv_layout import ACCUMULATED, EVERY, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
+from kvsurgery.templates.kv_layout import EVERY, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
 from kvsurgery.templates.kv_pack import flush
 from kvsurgery.templates.kv_prefill import prefill, prefill_with_lse
 from kvsurgery.templates.kv_softmax import Scoring, Span, Window
@@ -411,8 +411,8 @@ RENEW = [
     Renew((300,), 345, 7, 128, [0, 17], Selection(13, 1, "max", 32, VALUE_NORM)),
     Renew((40, 8), 129, 2, 256, [0], Selection(20, 5, "avg", 20, VALUE_NORM), softcap=20.0),
     Renew((60,), 150, 8, 16, [0, 100], Selection(32, 7, "max", 32), learned=True),
-    Renew((0, 7, 90, 300), 256, 4, 64, [0, 9, 250], Selection(8, 7, "max", 32, ACCUMULATED)),
-    Renew((70,), 129, 2, 80, [0, 60], Selection(20, 3, "avg", 40, ACCUMULATED), learned=True),
+    Renew((0, 7, 90, 300), 256, 4, 64, [0, 9, 250], Selection(8, 7, "max", 32)),
+    Renew((70,), 129, 2, 80, [0, 60], Selection(20, 3, "avg", 40), learned=True),
     Renew(
         *((400, 120), 500, 4, 128, [0, 300], Selection(8, 7, "max", 64)),
         quantization=Quantization(4, "per-token", 32, residual=10),
@@ -422,7 +422,7 @@ RENEW = [
         quantization=Quantization(2, "per-token", 16, residual=0, sink=0),
     ),
     Renew(
-        *((300, 5), 430, 7, 48, [0, 400], Selection(16, 3, "max", 40, ACCUMULATED)),
+        *((300, 5), 430, 7, 48, [0, 400], Selection(16, 3, "max", 40)),
         quantization=Quantization(3, "per-token", residual=3, sink=2),
     ),
     Renew(
@@ -473,9 +473,6 @@ def check_renew(case: Renew, dtype: torch.dtype, device: str) -> None:
         assert tables[1].packed.equal(tables[0].packed)
         assert tables[1].packed[:, 1:].T.tolist() == [group.packed for group in found]
         assert tables[1].packed[:, 1:].any()
-    sums = [layer.heads[-1].scores for layer in layers]
-    if dtype == torch.float32:
-        torch.testing.assert_close(sums[1], sums[0], rtol=1e-4, atol=1e-6)
     for one, other, (old, packed) in zip(found, expected, before, strict=True):
         assert one.skips == other.skips
         for row, skip in enumerate(one.skips):

@@ -112,7 +112,7 @@ def test_kernels_are_all_that_a_step_of_attention_launches(
     assert launched == [[append_reference, decode_reference]] * 3
 
 
-@pytest.mark.parametrize("kind", ["16 bit", "quantized", "budgeted", "held", "held, quantized", "held, accumulated"])
+@pytest.mark.parametrize("kind", ["16 bit", "quantized", "budgeted", "held", "held, quantized"])
 def test_steps_from_a_graph(kind: str, graphs) -> None:
     model = emitted("llama")
     section, new = model.config.kv_surgery, 45
@@ -123,8 +123,6 @@ def test_steps_from_a_graph(kind: str, graphs) -> None:
         section["layers"] = [{"blocks": [[1, 3]], "budgets": [4, 9, 150]}] * 4
     if "held" in kind:  # selections come between replays
         section["selection"]["hold"] = 6
-    if "accumulated" in kind:
-        section["selection"]["select"] = "accumulated"
     model = type(model)(model.config).eval()
     ids = tokens(2, 250)
     mask = torch.ones_like(ids)

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
 from kvsurgery.templates import kv_attention, kv_compact, kv_cuda, kv_softmax
-from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM
+from kvsurgery.templates.kv_layout import VALUE_NORM
 from kvsurgery.templates.kv_softmax import Scoring, Span
 from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, emitted_class, in_parts
 from tests.helpers.families import FAMILIES, largest, stock, tokens
@@ -133,7 +133,7 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
     [
         ({}, LOSSLESS, True),
         (BUDGETED, None, True),
-        (held(ACCUMULATED), None, False),
+        (HELD, None, False),
         (held(VALUE_NORM), LOSSLESS, False),
         ({}, {**LOSSLESS, "scheme": "kivi", "group_size": None}, False),
         (WINDOWS, {**LOSSLESS, "residual": 0, "streaming": True}, False),
@@ -141,7 +141,7 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
     ids=[
         "quantized, padded",
         "budgeted, padded",
-        ACCUMULATED,
+        "held",
         VALUE_NORM,
         "kivi",
         "quantized windows",

@@ -253,8 +253,7 @@ def test_compact(compiled: dict, quantization, dtype: torch.dtype, head_dim: int
     *((None, torch.bfloat16, 64, group, "attention") for group in (1, 7)),
     (None, torch.float16, 80, 4, "value-norm"),
     (None, torch.float32, 256, 1, "value-norm"),
-    (None, torch.bfloat16, 128, 4, "accumulated"),
-    *((Quantization(bits, "per-token", 32), torch.bfloat16, 128, 1, "accumulated") for bits in (8, 2)),
+    *((Quantization(bits, "per-token", 32), torch.bfloat16, 128, 1, "attention") for bits in (8, 2)),
     (Quantization(8, "per-token"), torch.bfloat16, 256, 4, "attention"),
 )
 def test_renew(
@@ -268,9 +267,7 @@ def test_renew(
         stored = empty_tiles(states, 64, quantization), each, torch.zeros_like(row), None, quantization
         table = HeadTable(states, states, each, each, each, each, row, *stored)
     scoring = Scoring(0.1, 30.0 if group == 1 else None, sinks=torch.zeros(heads * group) if group == 8 else None)
-    earlier = kv_reselect.Accumulated(torch.zeros(batch, 64), torch.zeros(heads + 1, dtype=torch.int32))
-    scores = earlier if select == "accumulated" else None
-    kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring, scores)
+    kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring)
     kv_move.move(table, kept, 1000)
     # without matrix units, dot products in float32 spill; heads select once for many tokens
     spilled = 0 if dtype != torch.float32 else 192 if head_dim == 128 else 1280
