@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from kvsurgery.templates.kv_cache import KVLayerCache, KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE
-from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_softmax import Scoring, Span, Window
 from kvsurgery.templates.kv_storage import HeadTable
 
 try:
@@ -149,8 +149,6 @@ def decode_section(report: Report, lengths: list[int], batches: list[int]) -> No
 
 def chunk(past: int, tokens: int, streaming: bool, device: str = "cuda") -> tuple:
     """What the prefill kernel takes of a chunk after a past, of one kind of head, with random states."""
-    from kvsurgery.templates.kv_prefill import Span, Window
-
     visible_past = min(past, RECENT - 1) if streaming else past
     query = torch.randn(1, HEADS * GROUP, tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
     keys, values = torch.randn(2, 1, HEADS, visible_past + tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)

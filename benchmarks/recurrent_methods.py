@@ -29,7 +29,7 @@ from kvsurgery.templates.kv_gather import gather, similarity
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_received import attention_received
 from kvsurgery.templates.kv_reform import Reform
-from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_softmax import Scoring, Span
 
 EVERYTHING = 2**62  # tokens
 
@@ -310,9 +310,9 @@ class BlockLayer(EncodingLayer):
         self.asked[seen:stop] = (following * plain_keys).sum((0, 1, 3)) / later_queries
         places = self.places(plain_query.mean(2)[0], self.keys)
         past_keys = self.encoder.rotation.at(0, past).turn(self.keys[:, :, places])
-        return path.causal(
-            query, torch.cat([past_keys, keys], 2), torch.cat([self.values[:, :, places], values], 2), 0, scoring
-        )
+        past_values = self.values[:, :, places]
+        span = Span(past_keys.shape[2])
+        return path.attend(query, torch.cat([past_keys, keys], 2), torch.cat([past_values, values], 2), span, scoring)
 
     def places(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Earlier tokens that are seen, by what a chunk asks on average [kv_heads, head_dim], and by all keys."""

@@ -27,7 +27,7 @@ from kvsurgery.heads.kinds import Rest
 from kvsurgery.system.files import write_whole
 from kvsurgery.system.repo_id import is_address
 from kvsurgery.system.typed_toml import check_types, read_table, to_toml
-from kvsurgery.templates.kv_layout import ACCUMULATED, Quantization, Selection
+from kvsurgery.templates.kv_layout import Quantization, Selection
 
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")
@@ -102,7 +102,7 @@ class Budgeted:
         kernel_size, pool: how many neighbors this attention is pooled over, and by what.
         hold: recent tokens after which a budgeted head selects again, so that its budget holds for whatever follows the
             prompt. Default: it keeps all that follows.
-        select: by what it selects, as `kv_layout.Selection` has it; `accumulated` goes with `hold`.
+        select: by what it selects, as `kv_layout.Selection` has it.
     """
 
     budgets_from: str | None = None
@@ -112,7 +112,7 @@ class Budgeted:
     kernel_size: int = 7
     pool: Literal["max", "avg"] = "max"
     hold: int | None = None
-    select: Literal["attention", "accumulated", "value-norm"] = "attention"
+    select: Literal["attention", "value-norm"] = "attention"
 
     def __post_init__(self) -> None:
         check_types(self, "budgeted.")
@@ -124,10 +124,6 @@ class Budgeted:
             raise PolicyError(
                 f"`budgeted.hold` must lie in [{self.window}, {MAX_WINDOW}] tokens: the observation window, "
                 f"`budgeted.window`, must fit into the block of recent tokens; got {self.hold}"
-            )
-        if self.select == ACCUMULATED and self.hold is None:
-            raise PolicyError(
-                "`budgeted.select` accumulated requires `budgeted.hold`, since it adds up several selections"
             )
 
     @property
@@ -218,12 +214,16 @@ class Devices:
 
 @dataclass(frozen=True)
 class Code:
-    """The code of the model.
+    """The code of the model, and of the checkpoint that is made of it.
 
     Attributes:
+        quantized: emit the code of quantized caches even without `cache.bits`, so that callers can ask for one.
+        kernels: emit the Triton kernels; without them everything runs in plain torch.
         ignore_model_code: convert a model with modeling code of its own as the stock model of its `model_type`.
     """
 
+    quantized: bool = False
+    kernels: bool = True
     ignore_model_code: bool = False
 
     def __post_init__(self) -> None:
@@ -306,7 +306,7 @@ class Recipe:
         streaming, budgeted: what the other heads are. Default: budgeted for a HeadKV profile, else streaming.
         cache: how full and budgeted heads are quantized. Default: they are not.
         devices: which devices heads are laid out for.
-        code: what happens to the code of the model.
+        code: what happens to the code of the model, and which code the checkpoint carries.
         reform: how long prompts are read; used with a reform profile.
         fit: choose full heads, budget and bits so that this fits.
 
@@ -371,6 +371,9 @@ class Recipe:
             options |= {"group_reduce": self.heads.group_reduce, **vars(others)}
         if self.cache:
             options |= {f"kv_{name}": value for name, value in vars(self.cache).items()}
+        for name in ("quantized", "kernels"):
+            if getattr(self.code, name) != getattr(Code, name):
+                options[name] = getattr(self.code, name)
         return options
 
     def stated(self, name: str) -> str:

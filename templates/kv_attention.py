@@ -27,14 +27,10 @@ from .kv_columns import check_padding, leading_padding
 from .kv_inputs import NOT_CAUSAL
 from .kv_kind import Forward, by_heads, shares, split_heads
 from .kv_layout import LayerLayout
-from .kv_softmax import Read, Scoring, Skipped
-from .kv_torch import AttentionPath
+from .kv_softmax import AttentionPath, Read, Scoring, Skipped, Span, Window
 
-try:
-    from . import kv_cuda
-except ImportError:  # no triton: torch does everything
-    kv_cuda = None
-
+kv_cuda: Any = None  # the path of kernels, where `find_kernels` has found them
+kv_graph: Any = None
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
 
@@ -56,6 +52,19 @@ class AttentionModule(Protocol):
 
     kv_layout: LayerLayout
     config: Any
+
+
+def find_kernels() -> None:
+    """Look for the kernels, which need Triton.
+
+    The modeling file of every checkpoint calls this: transformers 4 keeps this module for another folder of the same
+    name, whose checkpoint may have kernels where this one's has none, and executes only that file.
+    """
+    global kv_cuda, kv_graph
+    try:
+        from . import kv_cuda, kv_graph
+    except ImportError:  # torch does everything
+        kv_cuda = kv_graph = None
 
 
 def mask_for(*args, config: Any, **options) -> torch.Tensor | None:
@@ -264,14 +273,16 @@ def _over_rows(
     scoring: Scoring,
 ) -> torch.Tensor:
     """All heads over rows of one text, whose first columns are skipped."""
-    outputs = []
-    heads = [layout.heads - layout.streaming, layout.streaming]
-    full, streaming = split_heads(query, key, value, heads)
-    scorings = scoring.split(shares(heads, query.shape[1]))
-    if heads[0]:
-        outputs.append(path.causal(*full, skipped, scorings[0]))
-    if heads[1]:
-        outputs.append(path.streaming_from_start(*streaming, skipped, layout, scorings[1]))
+    span = Span(key.shape[2] - query.shape[2], skipped)
+    counts = [layout.heads - layout.streaming, layout.streaming]
+    states = split_heads(query, key, value, counts)
+    scorings = scoring.split(shares(counts, query.shape[1]))
+    kinds = zip(counts, states, scorings, (None, Window.of(layout)), strict=True)
+    outputs = [
+        path.attend(*kind_states, span=span, scoring=kind_scoring, window=window)
+        for count, kind_states, kind_scoring, window in kinds
+        if count
+    ]
     return torch.cat(outputs, 1)
 
 
@@ -286,7 +297,9 @@ def _with_cache(
 ) -> tuple[torch.Tensor, Read]:
     """Store the input and attend from it, kind by kind."""
     layer.make_room(query.shape[2])
-    if query.shape[2] == 1 and layer.ready and not needs_grad and path.decodes(layer):
+    # where windows are in tiles, a token in plain torch attends as several do
+    is_step = query.shape[2] == 1 and layer.ready and not needs_grad
+    if is_step and (path.KERNELS or not layer.layout.quantized_window):
         output = path.decode(query, key, value, layer, scoring)
         return output, lambda query, scoring: path.decode_stored(query, layer, scoring)
     storage, forward = layer.storage, Forward(layer.seen, path, needs_grad, layer.shared)

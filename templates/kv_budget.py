@@ -19,11 +19,6 @@ from .kv_received import attention_received
 from .kv_softmax import Read, Scoring, over_columns
 from .kv_storage import Storage
 
-try:
-    from . import kv_compact
-except ImportError:  # no triton: torch does everything
-    kv_compact = None
-
 
 class BudgetedHeads(Heads):
     """One layer's budgeted heads, a group each, which select once, at the end of the prompt."""
@@ -58,10 +53,6 @@ class BudgetedHeads(Heads):
         self.prompt_group.take_rows(rows.of)
         if self.window_queries is not None:
             self.window_queries = rows(self.window_queries)
-
-    def remember(self, importance: torch.Tensor, places: torch.Tensor) -> None:
-        """Keep the importance of what was chosen, if later selections add to it: float32 [batch, heads, places], and
-        places that are, with those that are no choice at the end, in the order of slots."""
 
     @property
     def oldest(self) -> int:
@@ -189,7 +180,6 @@ class BudgetedHeads(Heads):
             attention = attention_received(self.window_queries, keys, padding, scoring)
             importance = weighted(attention, values, self.selection)[..., : self.start]
             chosen_columns = most_important(importance, padding, counts, self.selection)
-            self.remember(importance, chosen_columns.sort().values)
             kept_columns = torch.cat([chosen_columns, kept_columns], -1)
         for group, row_counts in zip(self.groups, zip(*counts, strict=True), strict=True):
             window_starts = (max(self.start, min(pad, self.prompt)) for pad in row_pads)
@@ -210,7 +200,8 @@ class BudgetedHeads(Heads):
     ) -> None:
         """Store the columns of a prompt that `select` has chosen, by a kernel where there is one."""
         if kernels:
-            assert kv_compact is not None  # as there are kernels
+            from . import kv_compact
+
             for group in self.groups:
                 group.packed = [group.packable(row, self.prompt - skip) for row, skip in enumerate(group.skips)]
             kv_compact.compact(self.storage.table().last(len(self.groups)), keys, values, kept_columns)

@@ -176,6 +176,13 @@ class KVLayerCache(HandingLayer):
         is_special = self.shared or self.margin or self.layout.chunked or self.layout.scattered or any(self.pads or ())
         self.runs = self.storage.runs() if self.keys is not None and is_plain and not is_special else []
 
+    def pack(self) -> None:
+        """Quantize the tiles and select the tokens that are due before the next column, by kernels; mostly nothing."""
+        for heads in self.heads:
+            if heads.due == self.seen:
+                heads.renew(self.seen, kernels=True)
+        self.storage.pack(self.columns.settled)
+
     def advance(self, tokens: int) -> None:
         """Count columns that have been stored."""
         self.seen += tokens

@@ -5,7 +5,7 @@ import torch
 from .kv_kernels import TILE_TOKENS, _padded, _registers, _slots, _strides, _tiles, tl, triton
 from .kv_layout import TILE
 from .kv_storage import HeadTable
-from .kv_store import _pack, _pack_options
+from .kv_store import pack_options
 
 MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
 
@@ -48,6 +48,7 @@ def _compact_kernel(
     columns,
     D: tl.constexpr,
     N: tl.constexpr,
+    PACK: tl.constexpr,
     BITS: tl.constexpr,
     K_ROWS: tl.constexpr,
     K_COLUMNS: tl.constexpr,
@@ -77,7 +78,7 @@ def _compact_kernel(
         v = tl.load(v_source + column * prompt_v_column + d, mask)
         tl.store(k_ptr + target_offset + slot * kv_slot + d, k, mask)
         tl.store(v_ptr + target_offset + slot * kv_slot + d, v, mask)
-    if BITS is not None:
+    if PACK is not None:
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
         if begin < packed:
             tile = (tl.load(first_ptr + head) + tl.program_id(0)).to(tl.int64)
@@ -85,7 +86,7 @@ def _compact_kernel(
             k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
             v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
             for values in tl.static_range(2):
-                _pack(
+                PACK(
                     state_ptr=v_source if values else k_source,
                     code_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
                     scale_ptr=v_scales if values else k_scales,
@@ -123,7 +124,7 @@ def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept_col
         _compact_kernel[(triton.cdiv(kept_columns.shape[2], TILE), keys.shape[0] * keys.shape[1])](
             **_slots(table),
             **_tiles(table, torch.uint8),
-            **_pack_options(table),
+            **pack_options(table),
             prompt_k_ptr=keys,
             prompt_v_ptr=values,
             kept_ptr=kept_columns,

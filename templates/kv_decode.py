@@ -4,12 +4,13 @@ Batches of many rows have one more, which plans.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .kv_kernels import (
     LOWEST,
+    TILE_BYTES,
     TILE_TOKENS,
     _accumulate,
     _matrix,
@@ -26,19 +27,16 @@ from .kv_kernels import (
     tl,
     triton,
 )
-from .kv_layout import TILE, Quantization
-from .kv_packed import _over_tiles
+from .kv_layout import TILE
 from .kv_softmax import Scoring
 from .kv_storage import HeadTable
 
-TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
-PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"  # of the kernel, where there are tiles
+# of the kernel, where there are tiles: the function that reads them, and its options
+PACKED_OPTIONS = "OVER_TILES", "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"
 # measured on an H100: more programs or more units under way have more to finish when the last bytes have arrived
 PROGRAMS = 2  # on a multiprocessor
 STAGES = 3  # of the loop over units, of which one fewer is under way
 PARTS = 128  # partial results of 128 channels that are combined at once; with more channels fewer
-SHARED_ROWS = 32  # of dots that queries and groups of scales share, at most
-SHARED_OUTPUT = SHARED_ROWS * 128  # the same times the channels of a head; with more, registers spill
 WARP = 32  # lanes; as many segments are planned without shared memory, and with fewer registers spill
 ALONE = 128  # rows that every decode program plans for by itself; for more of them there is a launch
 PLANNED = 512  # segments that this launch plans at once
@@ -212,6 +210,7 @@ def _decode_kernel(
     N: tl.constexpr,
     LANES: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    OVER_TILES: tl.constexpr,
     PACKED_N: tl.constexpr,
     BITS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
@@ -286,7 +285,7 @@ def _decode_kernel(
             else:
                 k_scales += tile * (2 * TILE_TOKENS * GROUPS)
             v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * GROUPS)
-            _over_tiles(
+            OVER_TILES(
                 q_ptr=q_ptr + batch * q_batch + head * G * q_head,
                 k_codes=k_codes_ptr + codes,
                 k_scales=k_scales,
@@ -534,7 +533,7 @@ def _walk(query: torch.Tensor, table: HeadTable) -> _Walk:
     query_rows = _power(query_heads // heads)
     segments, members, options = 1, max(16, query_rows), dict.fromkeys(PACKED_OPTIONS)
     if table.tiles is not None and table.quantization is not None:
-        segments, (members, options) = 2, _packed_options(head_dim, query_rows, table.quantization)
+        segments, (members, options) = 2, _packed().options(head_dim, query_rows, table.quantization)
         max_units += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
     # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB
     stages = STAGES if itemsize == 2 or segments == 1 else 1
@@ -559,41 +558,12 @@ def _plan(table: HeadTable, tiles: dict, arguments: dict, programs: int, packed_
     )
 
 
-def _packed_options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple[int, dict[str, int]]:
-    """How the kernel walks tiles: rows of its dots, of which `query_rows` have queries, and options.
+@functools.cache
+def _packed() -> Any:
+    """The module that decodes over tiles, which only checkpoints with quantized caches carry."""
+    from . import kv_packed
 
-    Widths and tokens are not measured: they follow from the compiled code. A dot that is wider than it is tall is split
-    over warps by columns; a square one has each warp compute all of it.
-    """
-    words = head_dim * quantization.word_bits // 16
-    key_width = _padded(words)
-    # with whole tiles of 3 bits registers spill on H100
-    tokens = min(max(TILE_BYTES // (2 * key_width), 16), TILE // 2 if quantization.bits == 3 else TILE)
-    key_rows = 0
-    if quantization.scheme == "kivi":
-        key_rows, _ = quantization.key_groups(head_dim)
-    _, groups = quantization.value_groups(head_dim)
-    members, half_tokens, sides = max(16, query_rows), min(tokens, TILE // 2), 0
-    max_rows, value_dot_rows = min(SHARED_ROWS, SHARED_OUTPUT // head_dim), query_rows * groups
-
-    def key_dot_rows(tokens: int) -> int:
-        """Rows for the queries of every group of so many tokens."""
-        return query_rows * key_rows * tokens // TILE
-
-    if max(key_rows, groups) > 1 and groups & (groups - 1) == 0:
-        fewer_tokens = tokens if key_dot_rows(tokens) <= max_rows else half_tokens
-        max_sides = max(min(groups, 16 // quantization.word_bits) // 2, 1)  # sides of two groups of channels or more
-        if max(key_dot_rows(tokens), value_dot_rows) <= members:
-            sides = 1
-        elif key_dot_rows(fewer_tokens) <= max_rows and value_dot_rows <= members * max_sides:
-            tokens, sides = fewer_tokens, 1 if value_dot_rows <= members else max_sides
-        elif max(key_dot_rows(half_tokens), value_dot_rows) <= max_rows:
-            members, tokens, sides = max(key_dot_rows(half_tokens), value_dot_rows), half_tokens, 1
-    if key_rows and not sides:
-        tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
-    widths = key_width, max(key_width, 2 * members)
-    options = tokens, quantization.bits, key_rows, groups, sides, *widths
-    return members, dict(zip(PACKED_OPTIONS, options, strict=True))
+    return kv_packed
 
 
 @functools.cache

@@ -15,8 +15,7 @@ from .kv_cache import CACHE, HandingCache, HandingLayer
 from .kv_layout import KVLayout, LayerLayout
 from .kv_received import attention_received
 from .kv_reform import Reform
-from .kv_softmax import Scoring
-from .kv_torch import AttentionPath
+from .kv_softmax import AttentionPath, Scoring, Span, Window
 
 
 class Exit(Exception):
@@ -91,9 +90,10 @@ class EncodingLayer(HandingLayer):
         visible_states = torch.cat([kept_states[0], keys], 2), torch.cat([kept_states[1], values], 2)
         if self.layout.native:
             sinks = tuple(states[:, :, :0] for states in kept_states)
-            output = path.streaming(query, sinks, kept_states, (keys, values), past, 0, self.layout, scoring)
+            window = Window.of(self.layout, sinks, kept_states)
+            output = path.attend(query, keys, values, Span(past), scoring, window)
         else:
-            output = path.causal(query, *visible_states, 0, scoring)
+            output = path.attend(query, *visible_states, Span(kept_tokens), scoring)
         kept_places = self.kept(query, visible_states[0], scoring)[None, :, :, None].expand(-1, -1, -1, keys.shape[-1])
         self.keys = torch.cat([self.keys, plain_keys], 2).gather(2, kept_places)
         self.values = visible_states[1].gather(2, kept_places)

@@ -6,7 +6,7 @@ from .kv_columns import Columns
 from .kv_heads import HeadGroup
 from .kv_kind import Forward, Heads
 from .kv_layout import LayerLayout
-from .kv_softmax import Read, Scoring, over_columns
+from .kv_softmax import Read, Scoring, Span, over_columns
 from .kv_storage import Storage
 
 
@@ -39,7 +39,13 @@ def stored(group: HeadGroup, key: torch.Tensor, value: torch.Tensor, layout: Lay
         return lambda query, scoring: group.newest(query, stop, layout, scoring)
     if past and not forward.snapshot and not group.tiled:
         group.store(past, key, value)
-        return lambda query, scoring: path.after_past(query, group, stop - query.shape[2], scoring)
+        return lambda query, scoring: path.attend(
+            query,
+            group.keys[:, :, :stop],
+            group.values[:, :, :stop],
+            Span(stop - query.shape[2], group.skipped, first=None),
+            scoring,
+        )
     if past:
         read = group.over_past(key, value, past, path, forward.snapshot)
     else:

@@ -10,13 +10,13 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from . import kv_attention
 from .kv_adapters import NO_HOTSWAP, check_adapters, check_order, mark_order
 from .kv_attention import NAME, RUNNING, Running
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
-from .kv_graph import DecodeGraph
 from .kv_inputs import by_name, input_shape, padding_of, text_starts
-from .kv_kinds import kinds_of
-from .kv_layout import KVLayout, Quantization, text_config
+from .kv_kinds import kinds_of, quantized_code, storage_of
+from .kv_layout import KVLayout, text_config
 
 # where `from_pretrained` reads files from
 DOWNLOAD = "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder"
@@ -32,6 +32,7 @@ class KVSurgeryModel:
         layout.check_windows(text_config(config))
         for layer in layout.layers:
             kinds_of(layer)  # before weights are loaded, whether their code is here
+            storage_of(layer)
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
@@ -127,7 +128,9 @@ class KVSurgeryGeneration(KVSurgeryModel):
         if cache is None:
             quantization = None
             if generation_config.cache_implementation == "quantized":
-                quantization = requested_quantization(generation_config.cache_config or {}, self.config)
+                quantization = quantized_code().requested_quantization(
+                    generation_config.cache_config or {}, self.config
+                )
             elif generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
                 raise ValueError(
                     f"cache_implementation={generation_config.cache_implementation!r} does not apply: "
@@ -137,7 +140,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
-        cache.graph = DecodeGraph()  # adapters and hooks may have changed since the last turn
+        cache.graph = None  # adapters and hooks may have changed since the last turn
         cache.expect_prompt(generation_config.kv_prompt)
         cache.confirm(cache.get_seq_length())
         # a draft is asked for a few tokens again and again
@@ -260,8 +263,8 @@ def with_kv_cache(forward: Callable) -> Callable:
         depth = enter_checked(config, starts)
         try:
             is_step = cache is not None and cache.columns.expected > shape[1] == 1
-            if is_step and isinstance(self, KVSurgeryGeneration):
-                cache.graph = cache.graph or DecodeGraph()
+            if is_step and kv_attention.kv_graph is not None and isinstance(self, KVSurgeryGeneration):
+                cache.graph = cache.graph or kv_attention.kv_graph.DecodeGraph()
                 output = cache.graph.step(forward, self, arguments, cache)
                 if output is not None:
                     return output
@@ -358,50 +361,6 @@ def require_transformers(major: int) -> None:
             f"the code of this checkpoint needs transformers {major}, not {transformers.__version__}; without "
             "trust_remote_code it loads as the original model"
         )
-
-
-def requested_quantization(cache_config: dict, config: Any) -> Quantization:
-    """What `generate(cache_implementation="quantized", cache_config=...)` asks for, in the terms of transformers.
-
-    `nbits`, `q_group_size`, `residual_length`, and `axis_key` and `axis_value` as the `backend` means them: its default
-    axes are one scale per token. What is left out is as the config says, 4 bits if it says nothing.
-
-    Raises:
-        ValueError: an unknown key, or a value that this cache cannot have.
-    """
-    known_keys = {"backend", "nbits", "q_group_size", "residual_length", "axis_key", "axis_value"}
-    if unknown_keys := sorted(set(cache_config) - known_keys):
-        raise ValueError(
-            f"cache_config has {', '.join(unknown_keys)}; this checkpoint's cache knows {', '.join(sorted(known_keys))}"
-        )
-    backend = str(cache_config.get("backend", "quanto")).lower()
-    per_token = {"quanto": 0, "hqq": 1}.get(backend)  # axes of a scale for each token
-    if per_token is None:
-        raise ValueError(f"cache_config has the backend {backend!r}; quanto and hqq are known")
-    layout = KVLayout.from_config(config)
-    if len({layer.quantization for layer in layout.layers}) > 1 and "nbits" not in cache_config:
-        raise ValueError(
-            "cache_config: the layers of this checkpoint differ in bits; give nbits, or leave cache_implementation out"
-        )
-    by_bits = {layer.quantization.bits: layer.quantization for layer in layout.layers if layer.quantization}
-    default = by_bits.get(cache_config.get("nbits"), layout.quantization or Quantization(4))
-    scheme = default.scheme
-    if "axis_key" in cache_config:
-        scheme = "per-token" if cache_config["axis_key"] == per_token else "kivi"
-    if cache_config.get("axis_value", per_token) != per_token:
-        raise ValueError(f"cache_config: values have a scale per token, which is axis_value {per_token} of {backend}")
-    bits = cache_config.get("nbits", default.bits)
-    same_codes = (bits, scheme) == (default.bits, default.scheme)
-    return Quantization(
-        bits=bits,
-        scheme=scheme,
-        group_size=cache_config.get("q_group_size", default.group_size),
-        residual=cache_config.get("residual_length", default.residual),
-        streaming=default.streaming,
-        sink=default.sink,
-        rotate=default.rotate if same_codes else None,
-        clip=default.clip if same_codes else None,
-    )
 
 
 def check_cache(cache: Any) -> None:

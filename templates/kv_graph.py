@@ -17,11 +17,6 @@ from transformers.utils import logging
 from .kv_cache import CACHE, KVSurgeryCache
 from .kv_layout import LINEAR, text_config
 
-try:
-    from . import kv_cuda
-except ImportError:  # no triton, and no graphs
-    kv_cuda = None
-
 logger = logging.get_logger(__name__)
 EAGER_STEPS = 2  # steps over the same storage before one is captured; they compile what there is to compile
 WORTHWHILE = 8  # steps to come, for which a capture pays: on an H100 it paid after two or three
@@ -72,12 +67,12 @@ class DecodeGraph:
             self.steps += 1
             if self.steps <= EAGER_STEPS or cache.columns.reserved - cache.columns.expected < WORTHWHILE:
                 return None
-            self._pack(cache)
+            pack(cache)
             graph = self._capture(forward, model, ids, positions, cache)
             if graph is None:
                 return None
         else:
-            self._pack(cache)
+            pack(cache)
             self.ids.copy_(ids)
             self.positions.copy_(positions)
         graph.replay()
@@ -95,12 +90,6 @@ class DecodeGraph:
             self.registered, self.hooked = next_hook_id, hooked(model)
             self.attributes = [vars(module) for module in model.modules()]
         return self.hooked
-
-    @staticmethod
-    def _pack(cache: KVSurgeryCache) -> None:
-        assert kv_cuda is not None  # its kernels have run
-        for layer in cache.layers:
-            kv_cuda.pack(layer)
 
     def _capture(
         self,
@@ -127,6 +116,12 @@ class DecodeGraph:
         for layer, length in zip(cache.layers, lengths, strict=True):
             layer.seen = length  # capturing computes nothing
         return None if model in UNFIT else self.graph
+
+
+def pack(cache: KVSurgeryCache) -> None:
+    """Quantize the tiles and select the tokens that are due before a step."""
+    for layer in cache.layers:
+        layer.pack()
 
 
 def fits(model: torch.nn.Module, arguments: dict) -> bool:

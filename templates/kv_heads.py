@@ -7,10 +7,11 @@ import torch
 
 from .kv_columns import on_device
 from .kv_layout import EVERY, LayerLayout
-from .kv_softmax import Read, Scoring, Skipped, attend, over_columns
+from .kv_softmax import AttentionPath, Read, Scoring, Skipped, attend, over_columns
 
 # elements of keys that are quantized or dequantized together: what stays in a CPU's cache, and enough work for a GPU
 BLOCK, CUDA_BLOCK = 2**20, 2**24
+KEYS, VALUES = 0, 1  # kinds of states
 
 
 def block_elements(states: torch.Tensor) -> int:
@@ -222,7 +223,9 @@ class HeadGroup:
         """Which of the stored positions [rows, slots] the newest [rows, 1] sees."""
         return self.sink is None or (position < self.sink) | layout.in_window(newest, position)
 
-    def over_past(self, keys: torch.Tensor, values: torch.Tensor, past: int, path: Any, snapshot: bool) -> Read:
+    def over_past(
+        self, keys: torch.Tensor, values: torch.Tensor, past: int, path: AttentionPath, snapshot: bool
+    ) -> Read:
         """Queries of full heads at columns from `past` on over all columns, before theirs are stored."""
         return over_columns(*self.by_column(keys, values, past), path)
 
@@ -252,3 +255,8 @@ class HeadGroup:
     def take_rows(self, reorder: Callable[[list], list]) -> None:
         """Follow a change of rows in what is known of them; storage is its owner's to change."""
         self.dropped, self.skips, self.packed = reorder(self.dropped), reorder(self.skips), reorder(self.packed)
+
+
+def take_positions(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """States at positions: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
+    return states.gather(2, position[..., None].expand(-1, -1, -1, states.shape[3]))

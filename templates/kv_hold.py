@@ -13,26 +13,18 @@ token is quantized twice while it stays in tiles. Filling a tile between selecti
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from .kv_budget import BudgetedHeads, most_important, weighted
 from .kv_columns import Columns, Rows, on_device
-from .kv_heads import HeadGroup
-from .kv_layout import TILE, VALUE_NORM, LayerLayout
+from .kv_heads import KEYS, VALUES, HeadGroup, take_positions
+from .kv_layout import VALUE_NORM, LayerLayout
 from .kv_received import attention_received
 from .kv_softmax import Scoring
 from .kv_storage import Storage
-from .kv_tiles import QuantizedGroup
-from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, take_positions
-
-try:
-    from . import kv_move, kv_reselect, kv_store
-except ImportError:  # no triton: torch does everything
-    kv_move = kv_reselect = kv_store = None
 
 
 class Renewal(NamedTuple):
@@ -45,7 +37,6 @@ class Renewal(NamedTuple):
     dropped: list[list[int]]  # of each group
     packed: list[list[int]]
     stored: list[list[torch.Tensor]]  # of each group: keys, values and tiles
-    scores: torch.Tensor  # [batch, heads, n], accumulated
 
 
 class HeldHeads(BudgetedHeads):
@@ -65,17 +56,10 @@ class HeldHeads(BudgetedHeads):
         self.query_ring: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
         self.scoring: Scoring | None = None
         self.renewals: list[Renewal] = []
-        self.counts = [0] * len(self.budgets)  # of each head, slots that have an accumulated score
-        self.scores = states.new_zeros(states.shape[0], 0, dtype=torch.float32)  # of all heads, one after the other
-        self.firsts = self.scores[0]  # int32 [heads + 1], where those of each head begin, once there are some
 
     @staticmethod
     def count(layout: LayerLayout) -> int:
         return len(layout.budgets) if layout.holds else 0
-
-    @property
-    def extra_bytes(self) -> int:
-        return super().extra_bytes + self.scores.nbytes
 
     def settle(self, column: int) -> None:
         for group in self.groups:
@@ -86,7 +70,6 @@ class HeldHeads(BudgetedHeads):
 
     def take_rows(self, rows: Rows) -> None:
         super().take_rows(rows)
-        self.scores = rows(self.scores)
         if self.query_ring is not None:
             self.query_ring = rows(self.query_ring)
         self.renewals = [
@@ -94,7 +77,6 @@ class HeldHeads(BudgetedHeads):
                 dropped=[*map(rows.of, renewal.dropped)],
                 packed=[*map(rows.of, renewal.packed)],
                 stored=[[*map(rows, group_states)] for group_states in renewal.stored],
-                scores=rows(renewal.scores),
             )
             for renewal in self.renewals
         ]
@@ -108,32 +90,10 @@ class HeldHeads(BudgetedHeads):
             column = torch.arange(max(seen - old_ring.shape[2], 0), seen, device=old_ring.device)
             self.query_ring[:, :, column % self.query_ring.shape[2]] = old_ring[:, :, column % old_ring.shape[2]]
 
-    def reserve(self, columns: int) -> None:
-        counts = [self.selection.score_count(budget, columns) for budget in self.budgets]
-        if counts != self.counts:
-            old_scores = self._scores(max(self.counts))
-            self.counts, self.firsts = counts, on_device([0, *accumulate(counts)], self.scores.device, torch.int32)
-            self._set_scores(old_scores)
-
-    def _scores(self, slots: int) -> torch.Tensor:
-        """Accumulated scores of the first slots of each head: [batch, heads, slots], 0 where there is none."""
-        parts = self.scores.split(self.counts, 1)
-        return torch.stack([F.pad(part, (0, slots - part.shape[1])) for part in parts], 1)
-
-    def _set_scores(self, scores: torch.Tensor) -> None:
-        """The reverse."""
-        parts = zip(scores.unbind(1), self.counts, strict=True)
-        self.scores = torch.cat([F.pad(part, (0, count - part.shape[1])) for part, count in parts], 1)
-
     def select(self, keys: torch.Tensor, values: torch.Tensor, pads: Sequence[int], scoring: Scoring) -> torch.Tensor:
         self.scoring = scoring if scoring.sinks is None else scoring._replace(sinks=scoring.sinks.detach())
         self.settle(self.prompt - 1)
         return super().select(keys, values, pads, scoring)
-
-    def remember(self, importance: torch.Tensor, places: torch.Tensor) -> None:
-        if self.scores.shape[1]:
-            scores = importance.gather(2, places.clamp(max=importance.shape[2] - 1))
-            self._set_scores(scores.where(places < importance.shape[2], 0))
 
     def _query_ring(self, query: torch.Tensor) -> torch.Tensor:
         """Where queries like these are remembered."""
@@ -158,7 +118,7 @@ class HeldHeads(BudgetedHeads):
 
     @property
     def due(self) -> int:
-        return min([self.next, *map(_next_tile, self.quantized)])
+        return min([self.next, *(group.next_tile for group in self.quantized)])
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -177,8 +137,7 @@ class HeldHeads(BudgetedHeads):
             [count + min(length, window) for count, length in zip(*pair, strict=True)]
             for pair in zip(counts, lengths, strict=True)
         ]
-        any_tokens = any(map(any, lengths))
-        if kept_counts == lengths and not (any_tokens and self.scores.shape[1]):  # nothing to drop, nothing to add up
+        if kept_counts == lengths:  # nothing to drop
             self._pack(column, kernels)
             self.next = column + self.hold
             return
@@ -191,7 +150,7 @@ class HeldHeads(BudgetedHeads):
             self._align(dropped)
             return
         head_lengths = [max(head_tokens) for head_tokens in zip(*lengths, strict=True)]
-        codes = TokenCodes(self.quantized, self.storage) if self.quantized else None
+        codes = self._codes()
         keys = self._stored(KEYS, head_lengths, codes)
         needs_values = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
         values = self._stored(VALUES, head_lengths, codes) if needs_values else keys[:, :, :0]
@@ -199,7 +158,6 @@ class HeldHeads(BudgetedHeads):
         importance = self._importance(keys, values, column, stops)
         no_padding = torch.zeros(1, 1, 1, dtype=torch.long, device=keys.device)
         top_places = most_important(importance, no_padding, counts, self.selection, stops - window).sort().values
-        self.remember(importance, top_places)
         place = torch.arange(max(map(max, kept_counts)), device=keys.device)
         newest_places = (stops - kept_tensor + place).clamp(max=keys.shape[2] - 1)
         order = F.pad(top_places, (0, len(place) - top_places.shape[2])).where(place < chosen_counts, newest_places)
@@ -209,6 +167,14 @@ class HeldHeads(BudgetedHeads):
             self._write([*map(max, kept_by_head)], take_positions(keys, order), take_positions(values, order))
         self._drop(dropped)
 
+    def _codes(self) -> Any:
+        """The tokens of quantized heads, as they are now; None where heads are not quantized."""
+        if not self.quantized:
+            return None
+        from . import kv_token_codes  # which only checkpoints with quantized caches carry
+
+        return kv_token_codes.TokenCodes(self.quantized, self.storage)
+
     def _renew_by_kernels(self, column: int, max_length: int, kept_by_head: list[tuple[int, ...]]) -> None:
         """Select tokens and move them in two launches.
 
@@ -216,19 +182,18 @@ class HeldHeads(BudgetedHeads):
             max_length: of the stored tokens of any head.
             kept_by_head: how many of them it keeps in each row.
         """
-        assert kv_reselect is not None  # as there are kernels
-        assert kv_move is not None
+        from . import kv_move, kv_reselect
+
         assert self.query_ring is not None
         assert self.scoring is not None
         table = self.storage.table().last(len(self.groups))
-        accumulated = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
         kept_positions = kv_reselect.select(
-            table, self.budget_tensor, self.query_ring, column, max_length, self.selection, self.scoring, accumulated
+            table, self.budget_tensor, self.query_ring, column, max_length, self.selection, self.scoring
         )
         kv_move.move(table, kept_positions, column)
         # either all are quantized or none is
         for group, row_counts in zip(self.quantized, kept_by_head, strict=False):
-            refill(group, row_counts)
+            group.refill(row_counts)
 
     def _importance(self, keys: torch.Tensor, values: torch.Tensor, column: int, stops: torch.Tensor) -> torch.Tensor:
         """What stored tokens are worth to the queries before a column: float32 [batch, heads, slots].
@@ -241,8 +206,7 @@ class HeldHeads(BudgetedHeads):
         query_places = torch.arange(column - window, column, device=device) % self.query_ring.shape[2]
         no_padding = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
         attention = attention_received(self.query_ring[:, :, query_places], keys, no_padding, self.scoring, stops)
-        importance = weighted(attention, values, self.selection)
-        return importance + self._scores(keys.shape[2]) if self.scores.shape[1] else importance
+        return weighted(attention, values, self.selection)
 
     def _pack(self, column: int, kernels: bool) -> None:
         """Fill the tiles that are due before a column between selections."""
@@ -251,8 +215,9 @@ class HeldHeads(BudgetedHeads):
             return
         self._back_up(column)
         if kernels:
-            assert kv_store is not None
-            kv_store.flush_due(self.quantized, self.storage.table().last(len(self.groups)), column)
+            from . import kv_pack
+
+            kv_pack.flush_due(self.quantized, self.storage.table().last(len(self.groups)), column)
             return
         for group in due_groups:
             group.pack()
@@ -265,7 +230,7 @@ class HeldHeads(BudgetedHeads):
             dropped, packed = [group.dropped for group in self.groups], [[*group.packed] for group in self.groups]
             stored = [[part.clone() for part in _stored_parts(group)] for group in self.groups]
             columns = column, self._oldest(column), self.start, self.next
-            self.renewals.append(Renewal(*columns, dropped, packed, stored, self._scores(max(self.counts))))
+            self.renewals.append(Renewal(*columns, dropped, packed, stored))
 
     def _confirm(self) -> None:
         """Forget the copies that no confirmed column needs."""
@@ -294,7 +259,6 @@ class HeldHeads(BudgetedHeads):
             group.packed = packed
             for part, saved in zip(_stored_parts(group), saved_parts, strict=True):
                 part[:, :, : saved.shape[2]] = saved  # there may be more room by now
-        self._set_scores(renewal.scores)
         self.start, self.next = renewal.start, renewal.next
         self._drop(renewal.dropped)
 
@@ -302,7 +266,7 @@ class HeldHeads(BudgetedHeads):
         """What groups know of their rows, row by row."""
         return list(zip(*(getattr(group, name) for group in self.groups), strict=True))
 
-    def _stored(self, kind: int, counts: list[int], codes: "TokenCodes | None") -> torch.Tensor:
+    def _stored(self, kind: int, counts: list[int], codes: Any) -> torch.Tensor:
         """Keys or values of the first tokens of each head, so many of it, as [batch, heads, n, head_dim]."""
         if codes:
             place = torch.arange(max(counts), device=self.groups[0].keys.device)[None, None]
@@ -326,12 +290,6 @@ class HeldHeads(BudgetedHeads):
         """Let groups and kernels know how many columns each row has dropped."""
         self._align(dropped)
         self.storage.note_rows()
-
-
-def _next_tile(group: QuantizedGroup) -> int:
-    """The first column before which a row packs another tile."""
-    first_unpacked = min(skip + packed for skip, packed in zip(group.skips, group.packed, strict=True))
-    return first_unpacked + group.sink + group.quantization.residual + TILE
 
 
 def _stored_parts(group: HeadGroup) -> list[torch.Tensor]:

@@ -23,11 +23,11 @@ try:
 except ImportError as error:  # transformers demands whatever is imported outside of a try
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
-from .kv_codes import rotation
 from .kv_layout import EVERY, TILE
 from .kv_softmax import Scoring
 from .kv_storage import HeadTable
 
+TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
 MATRIX_ELEMENTS = 4096  # of a matrix that a program multiplies by at once
 REGISTERS = 255  # of a thread; ptxas may stop at fewer by itself, and spill
 LOG2_E = math.log2(math.e)
@@ -82,11 +82,8 @@ def _times_matrix(x, matrix_ptr, to_ptr, step, sum_step, D: tl.constexpr, N: tl.
 
 def _matrix(table: HeadTable) -> dict:
     """Arguments of kernels that rotate states of a head: the matrix, None where nothing is rotated."""
-    head_dim, device = table.keys.shape[2], table.keys.device
-    return {
-        "matrix_ptr": rotation(head_dim, torch.float32, device) if table.rotated_values else None,
-        "MATRIX_N": min(MATRIX_ELEMENTS // _padded(head_dim), _padded(head_dim)),
-    }
+    width = _padded(table.keys.shape[2])
+    return {"matrix_ptr": table.matrix, "MATRIX_N": min(MATRIX_ELEMENTS // width, width)}
 
 
 def _registers() -> dict[str, int]:

@@ -1,14 +1,14 @@
 """`Heads`: what a kind of heads keeps and sees in one layer."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .kv_columns import Columns, Rows
 from .kv_heads import HeadGroup
 from .kv_layout import EVERY, LayerLayout
-from .kv_softmax import Read, Scoring
+from .kv_softmax import AttentionPath, Read, Scoring
 from .kv_storage import Storage
 
 
@@ -16,7 +16,7 @@ class Forward(NamedTuple):
     """What a layer's kinds know of the forward under way."""
 
     past: int  # columns before it
-    path: Any  # where attention is computed: kv_torch or kv_cuda
+    path: AttentionPath
     snapshot: bool  # whether what is read must last beyond the next change, as autograd wants it
     shared: bool  # whether later layers attend to what this one stores
 

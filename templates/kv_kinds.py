@@ -1,18 +1,19 @@
 """The kinds of heads that a layer has, in the order of storage, and how it stores them."""
 
+from typing import Any
+
 from .kv_full import FullHeads
 from .kv_kind import Heads
-from .kv_layout import LayerLayout
+from .kv_layout import ACCUMULATED, LayerLayout
 from .kv_storage import Storage
 from .kv_streaming import StreamingHeads
-from .kv_tiles import TiledStorage
 
 
 def kinds_of(layout: LayerLayout) -> list[type[Heads]]:
     """The kinds that a layer's heads are of.
 
     Raises:
-        ValueError: this checkpoint was converted without the code of some.
+        ValueError: this checkpoint has no code of some.
     """
     kinds = FullHeads, StreamingHeads, *_budgeted_kinds(layout)
     return [kind for kind in kinds if kind.count(layout)]
@@ -24,6 +25,11 @@ def _budgeted_kinds(layout: LayerLayout) -> list[type[Heads]]:
     It is looked for when it is needed: transformers 4 keeps modules that it has loaded from another folder of the same
     name.
     """
+    if layout.selection and layout.selection.select == ACCUMULATED:
+        raise ValueError(
+            "config.json asks for heads that select by accumulated attention, which this code does not do; convert the "
+            "original model again, by attention or value-norm"
+        )
     try:
         if layout.holds:
             from . import kv_hold
@@ -43,5 +49,25 @@ def _budgeted_kinds(layout: LayerLayout) -> list[type[Heads]]:
 
 
 def storage_of(layout: LayerLayout) -> Storage:
-    """Empty storage for a layer."""
-    return TiledStorage(layout) if layout.quantization else Storage(layout)
+    """Empty storage for a layer.
+
+    Raises:
+        ValueError: it is quantized, and this checkpoint was converted without the code of quantized caches.
+    """
+    return quantized_code().TiledStorage(layout) if layout.quantization else Storage(layout)
+
+
+def quantized_code() -> Any:
+    """The module of quantized heads, which only checkpoints carry that quantize, or were converted with `--quantized`.
+
+    Raises:
+        ValueError: this one does not.
+    """
+    try:
+        from . import kv_tiles
+    except ImportError as error:
+        raise ValueError(
+            "a quantized cache is asked for, and this checkpoint was converted without its code; convert the original "
+            "model with --quantized, or leave out what asks for it"
+        ) from error
+    return kv_tiles

@@ -18,7 +18,8 @@ ROTATIONS = "none", "values", "both"
 CLIPPED = 7  # ranges of a group to choose from: all of it, and 1/20 less each
 TILE = 128  # tokens of a head that are quantized together
 # by what budgeted heads choose, see `Selection`
-SELECTS = ATTENTION, ACCUMULATED, VALUE_NORM = "attention", "accumulated", "value-norm"
+SELECTS = ATTENTION, VALUE_NORM = "attention", "value-norm"
+ACCUMULATED = "accumulated"  # of checkpoints of earlier versions, which can be read but not made
 VALUE_SINKS = 4
 SCORE_BYTES = 4  # of an accumulated score, float32
 Tokens = Any  # a number of tokens, or an array of such numbers, thus products in place of `min` and `max`
@@ -143,9 +144,8 @@ class Selection:
     With `hold`, budgets hold after the prompt too: whenever `hold` tokens have come since the last selection, heads
     select again in the same way, among the tokens that they still have. Without it they keep all that follows.
 
-    `select` says what is pooled: `attention` as it is; `accumulated`, its sum over all selections in which the token
-    was a candidate, which takes `hold` (H2O, Zhang et al. 2023, sums the attention of all queries); or `value-norm`,
-    attention times the Euclidean norm of the token's value (VATP, Guo et al. 2024, has the L1 norm)."""
+    `select` says what is pooled: `attention` as it is, or `value-norm`, attention times the Euclidean norm of the
+    token's value (VATP, Guo et al. 2024, has the L1 norm)."""
 
     window: int = 8
     kernel_size: int = 7
@@ -201,7 +201,7 @@ class LayerLayout:
 
     def in_window(self, i: Any, j: Any) -> Any:
         """Whether the window of streaming heads at position i has position j <= i: integers, or tensors of them."""
-        return i // self.recent == j // self.recent if self.chunked else i - j < self.recent
+        return in_window(i, j, self.recent, self.chunked)
 
     @cached_property
     def heads(self) -> int:
@@ -325,6 +325,11 @@ class LayerLayout:
         tiles = min(quantization.tiles(total - self.sink), quantization.window_tiles(self.recent))
         slots = quantization.slots(total, self.sink, margin)
         return self.streaming * (tiles * quantization.tile_bytes(head_dim, itemsize) + slots * token)
+
+
+def in_window(i: Any, j: Any, recent: int, chunked: bool) -> Any:
+    """Whether a window, or a chunk, of `recent` tokens at position i has position j <= i."""
+    return i // recent == j // recent if chunked else i - j < recent
 
 
 def setting(config: Any, name: str) -> Any:
@@ -546,8 +551,8 @@ def _selection(entry: dict) -> Selection:
     selection = Selection(_count(entry["window"], least=1), kernel_size, pool, entry.get("hold"), select)
     if "hold" in entry:
         _count(selection.hold, least=selection.window)
-    if select not in SELECTS or (select == ACCUMULATED and selection.hold is None):
-        raise ValueError(f"heads select by {', '.join(SELECTS)}, {ACCUMULATED} only with a hold; got {select!r}")
+    if select not in SELECTS and (select != ACCUMULATED or selection.hold is None):
+        raise ValueError(f"heads select by {' or '.join(SELECTS)}, got {select!r}")
     return selection
 
 

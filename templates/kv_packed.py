@@ -4,10 +4,13 @@ The instructions of a warp bound it, not the memory. So lanes sum what they have
 codes of bfloat16 stay as they are: a mantissa under the least exponent, an integer times 2 ** -133.
 """
 
-from .kv_kernels import LOWEST, TILE_TOKENS, _capped, _power, tl, triton
+from .kv_kernels import LOWEST, TILE_BYTES, TILE_TOKENS, _capped, _padded, _power, tl, triton
+from .kv_layout import TILE, Quantization
 
 # tokens beside each other of which four warps have one of each in a lane: the matrix units give a thread two
 LANE_TOKENS = tl.constexpr(32)
+SHARED_ROWS = 32  # of dots that queries and groups of scales share, at most
+SHARED_OUTPUT = SHARED_ROWS * 128  # the same times the channels of a head; with more, registers spill
 
 
 @triton.jit
@@ -498,3 +501,47 @@ def _over_tiles(
             plane_out = _head_sums(tl.where(in_group, plane_out, 0.0), HEADS, M)
         out = plane_out / safe_total[:, None]
         tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])
+
+
+def options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple[int, dict]:
+    """How the kernel walks tiles: rows of its dots, of which `query_rows` have queries, and options.
+
+    Widths and tokens are not measured: they follow from the compiled code. A dot that is wider than it is tall is split
+    over warps by columns; a square one has each warp compute all of it.
+    """
+    words = head_dim * quantization.word_bits // 16
+    key_width = _padded(words)
+    # with whole tiles of 3 bits registers spill on H100
+    tokens = min(max(TILE_BYTES // (2 * key_width), 16), TILE // 2 if quantization.bits == 3 else TILE)
+    key_rows = 0
+    if quantization.scheme == "kivi":
+        key_rows, _ = quantization.key_groups(head_dim)
+    _, groups = quantization.value_groups(head_dim)
+    members, half_tokens, sides = max(16, query_rows), min(tokens, TILE // 2), 0
+    max_rows, value_dot_rows = min(SHARED_ROWS, SHARED_OUTPUT // head_dim), query_rows * groups
+
+    def key_dot_rows(tokens: int) -> int:
+        """Rows for the queries of every group of so many tokens."""
+        return query_rows * key_rows * tokens // TILE
+
+    if max(key_rows, groups) > 1 and groups & (groups - 1) == 0:
+        fewer_tokens = tokens if key_dot_rows(tokens) <= max_rows else half_tokens
+        max_sides = max(min(groups, 16 // quantization.word_bits) // 2, 1)  # sides of two groups of channels or more
+        if max(key_dot_rows(tokens), value_dot_rows) <= members:
+            sides = 1
+        elif key_dot_rows(fewer_tokens) <= max_rows and value_dot_rows <= members * max_sides:
+            tokens, sides = fewer_tokens, 1 if value_dot_rows <= members else max_sides
+        elif max(key_dot_rows(half_tokens), value_dot_rows) <= max_rows:
+            members, tokens, sides = max(key_dot_rows(half_tokens), value_dot_rows), half_tokens, 1
+    if key_rows and not sides:
+        tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
+    return members, {
+        "OVER_TILES": _over_tiles,
+        "PACKED_N": tokens,
+        "BITS": quantization.bits,
+        "KEY_ROWS": key_rows,
+        "GROUPS": groups,
+        "SIDES": sides,
+        "KW": key_width,
+        "VW": max(key_width, 2 * members),
+    }

@@ -1,8 +1,5 @@
 """Prefill: causal attention of many queries per row, over heads of one kind."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 
 from .kv_kernels import (
@@ -19,33 +16,7 @@ from .kv_kernels import (
     triton,
 )
 from .kv_layout import EVERY
-from .kv_softmax import Scoring
-
-
-class Span(NamedTuple):
-    """Which columns of a row queries and keys are of.
-
-    Keys are either by column: without a past, or any from column 0 on. Or they are by position, where `first` is None:
-    full heads after a past. Or `Window` has the sinks by position, and keys are from column `first` on, at most
-    past - recent + 1: streaming heads after a past.
-    """
-
-    past: int  # columns before the queries'
-    padding: torch.Tensor | None = None  # int [batch], of each row on the left: position = column - padding
-    first: int | None = 0  # column of the first key; None: they are at positions 0, 1, ...
-    # keys at this position and later are not there: with `first=None` and a past of as much or more, each query sees
-    # all `limit` of them, such as a block of the past
-    limit: int | None = None
-
-
-class Window(NamedTuple):
-    """What a streaming head sees; see the module for sink and recent."""
-
-    sink: int
-    recent: int
-    # keys and values [batch, kv_heads, min(sink, positions) or more, head_dim] of positions 0, 1, ..., of the input
-    # too; None: they are among the keys
-    sinks: Sequence[torch.Tensor] | None = None
+from .kv_softmax import Scoring, Skipped, Span, Window
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "past", "first", "sink", "recent", "limit"])
@@ -195,10 +166,11 @@ def prefill(
     batch, query_heads, tokens, head_dim = query.shape
     heads, first = keys.shape[1], span.first
     group = query_heads // heads
-    sink, recent, sinks = window or (0, EVERY, None)
+    sink, recent, sinks = (window.sink, window.recent, window.sinks) if window else (0, EVERY, None)
     sink_keys, sink_values = sinks or (keys, values)
     assert all(part.stride(3) == 1 for part in (query, keys, values, sink_keys, sink_values))
     assert first is None or first + keys.shape[2] == span.past + tokens
+    padding = _padding(span.padding, query)
     assert not first or (sinks is not None and first <= max(span.past - recent + 1, 0))
     out = torch.empty(batch, tokens, query_heads, head_dim, dtype=query.dtype, device=query.device).transpose(1, 2)
     row_bytes = _padded(head_dim) * query.element_size()
@@ -212,7 +184,7 @@ def prefill(
         _prefill_kernel[(triton.cdiv(tokens * group, rows), batch * heads)](
             **arguments,
             **_score_factors(scoring),
-            padding_ptr=span.padding,
+            padding_ptr=padding,
             logit_ptr=scoring.sinks,
             lse_ptr=lse,
             heads=heads,
@@ -226,7 +198,7 @@ def prefill(
             D=head_dim,
             M=rows,
             N=tile,
-            PADDED=span.padding is not None,
+            PADDED=padding is not None,
             BY_COLUMN=first is not None,
             STREAMING=window is not None,
             SINKS_APART=sinks is not None,
@@ -251,3 +223,10 @@ def prefill_with_lse(
     """
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     return prefill(query, keys, values, span, scoring._replace(sinks=None), lse=lse), lse
+
+
+def _padding(skipped: Skipped, query: torch.Tensor) -> torch.Tensor | None:
+    """Columns that each row skips, int [batch], or None where none does."""
+    if torch.is_tensor(skipped):
+        return skipped
+    return torch.full((len(query),), skipped, device=query.device) if skipped else None

@@ -4,8 +4,6 @@ A head in the model's dtype has the token at position p in slot p. A quantized h
 each has scales of its own. `HeldHeads` (kv_hold.py) has the same in plain torch, which is the reference.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from .kv_kernels import (
@@ -25,7 +23,6 @@ from .kv_kernels import (
 from .kv_layout import VALUE_NORM, Selection
 from .kv_softmax import Scoring
 from .kv_storage import HeadTable
-from .kv_store import _pack_options
 
 ALWAYS_KEPT = tl.constexpr(0x7F800000)  # the bits of infinity: more than those of any importance
 
@@ -74,7 +71,7 @@ def _tokens(
 
 @triton.jit(
     do_not_specialize=[
-        *("column", "places", "heads", "skipped_batch", "skipped_head", "q_head", "q_place", "score_batch"),
+        *("column", "places", "heads", "skipped_batch", "skipped_head", "q_head", "q_place"),
         *("packed_batch", "packed_head"),
     ]
 )
@@ -94,8 +91,6 @@ def _select_kernel(
     v_scales_ptr,
     packed_ptr,  # [batch, heads]
     first_ptr,  # [heads]
-    score_ptr,  # [batch, scores of all heads], or None
-    first_score_ptr,  # [heads + 1], each head's first score
     received_ptr,  # [batch, heads, places]
     pooled_ptr,  # [batch, heads, places]
     kept_ptr,  # [batch, heads, places]
@@ -111,7 +106,6 @@ def _select_kernel(
     v_scales_batch,
     packed_batch,
     packed_head,
-    score_batch,
     heads,
     column,
     places,
@@ -186,17 +180,6 @@ def _select_kernel(
             importance = tl.load(received + slot, slot < stop, 0.0) * tl.sqrt_rn(tl.sum(v * v, 1))
             tl.debug_barrier()
             tl.store(received + slot, importance, slot < stop)
-    if score_ptr is not None:
-        first_score = tl.load(first_score_ptr + head)
-        score_count = tl.load(first_score_ptr + head + 1) - first_score
-        score = score_ptr + batch * score_batch + first_score
-        tl.debug_barrier()
-        for begin in range(0, tl.minimum(score_count, stop), N):
-            slot = begin + n
-            mask = slot < tl.minimum(score_count, stop)
-            importance = tl.load(received + slot, mask, 0.0) + tl.load(score + slot, mask, 0.0)
-            tl.debug_barrier()
-            tl.store(received + slot, importance, mask)
     tl.debug_barrier()  # other threads read what these have stored
 
     # floats that are not negative are in the order of their bits
@@ -230,12 +213,6 @@ def _select_kernel(
     for begin in range(stop, length, N):
         slot = begin + n
         tl.store(kept_positions + count + slot - stop, slot, slot < length)
-    if score_ptr is not None:
-        tl.debug_barrier()
-        for begin in range(0, score_count, N):
-            slot = begin + n
-            source = tl.load(kept_positions + slot, slot < count, 0)
-            tl.store(score + slot, tl.load(received + source, slot < count, 0.0), slot < score_count)
     tl.store(skipped, column - count - (length - stop))
 
 
@@ -251,15 +228,10 @@ def _count_reaching(pooled, threshold, stop, N: tl.constexpr):
 
 def _token_scale_options(table: HeadTable) -> dict[str, int | None]:
     """How a kernel finds the codes of tokens in tiles: bits, and the groups of a token that have scales."""
-    options = _pack_options(table)
-    return {"BITS": options["BITS"], "COLUMNS": options["V_COLUMNS"]}
-
-
-class Accumulated(NamedTuple):
-    """What the selected tokens of all heads received in earlier selections."""
-
-    scores: torch.Tensor  # float32 [batch, n], of one head after the other
-    firsts: torch.Tensor  # int32 [heads + 1], where those of each head begin, and where the last ones end
+    if table.quantization is None:
+        return {"BITS": None, "COLUMNS": None}
+    _, columns = table.quantization.value_groups(table.keys.shape[2])
+    return {"BITS": table.quantization.bits, "COLUMNS": columns}
 
 
 def select(
@@ -270,7 +242,6 @@ def select(
     places: int,
     selection: Selection,
     scoring: Scoring,
-    accumulated: Accumulated | None = None,
 ) -> torch.Tensor:
     """Choose the positions of tokens that each head keeps before a column, and let `table.skipped` count the others.
 
@@ -284,7 +255,6 @@ def select(
         budgets: int32 [heads].
         queries: [batch, heads * group, n, head_dim], column c at c % n.
         places: the most tokens that a head has.
-        accumulated: scores to which heads add what tokens receive now, and which then are those of the chosen tokens.
 
     Returns:
         int32 [batch, heads, places], ascending; arbitrary beyond the columns that a head does not skip now.
@@ -307,9 +277,6 @@ def select(
             learned_ptr=scoring.sinks,
             budget_ptr=budgets,
             skipped_ptr=table.skipped,
-            score_ptr=accumulated.scores if accumulated else None,
-            first_score_ptr=accumulated.firsts if accumulated else None,
-            score_batch=accumulated.scores.stride(0) if accumulated else 0,
             received_ptr=received,
             pooled_ptr=pooled,
             kept_ptr=kept_positions,

@@ -4,12 +4,12 @@ Nothing here knows of caches. Long inputs go through in blocks of queries, so th
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from .kv_layout import LayerLayout
+from .kv_layout import LayerLayout, in_window
 
 BLOCK = 256  # queries per block of a streaming group
 SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
@@ -56,6 +56,62 @@ class Scoring(NamedTuple):
         if self.sinks is None:
             return [self] * len(query_heads)
         return [self._replace(sinks=part) for part in self.sinks.split(query_heads)]
+
+
+class Span(NamedTuple):
+    """Which columns of a row queries and keys are of.
+
+    Keys are either by column: without a past, or any from column 0 on. Or they are by position, where `first` is None:
+    full heads after a past. Or `Window` has the sinks by position, and keys are from column `first` on, at most
+    past - recent + 1: streaming heads after a past.
+    """
+
+    past: int  # columns before the queries'
+    padding: Skipped = 0  # of each row on the left: position = column - padding
+    first: int | None = 0  # column of the first key; None: they are at positions 0, 1, ...
+    # keys at this position and later are not there: with `first=None` and a past of as much or more, each query sees
+    # all `limit` of them, such as a block of the past
+    limit: int | None = None
+
+
+class Window(NamedTuple):
+    """What a streaming head sees: its first tokens, and a window or the query's own chunk."""
+
+    sink: int
+    recent: int
+    # keys and values [batch, kv_heads, min(sink, positions) or more, head_dim] of positions 0, 1, ..., of the input
+    # too; None: they are among the keys
+    sinks: Sequence[torch.Tensor] | None = None
+    before: Sequence[torch.Tensor] | None = None  # keys and values of the last columns before the queries', with sinks
+    chunked: bool = False
+
+    @classmethod
+    def of(cls, layout: LayerLayout, *states: Sequence[torch.Tensor]) -> "Window":
+        """The window of a layer's streaming heads, after a past with its `sinks` and what is `before` the queries."""
+        return cls(layout.sink, layout.recent, *states, chunked=layout.chunked)
+
+
+class AttentionPath(Protocol):
+    """Where attention is computed: the modules `kv_torch` and `kv_cuda`, which have these functions."""
+
+    @property
+    def KERNELS(self) -> bool: ...  # whether heads select and move tokens by kernels
+    def decode(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Any, scoring: Scoring
+    ) -> torch.Tensor: ...
+    def decode_stored(self, query: torch.Tensor, layer: Any, scoring: Scoring) -> torch.Tensor: ...
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        span: Span,
+        scoring: Scoring,
+        window: Window | None = None,
+    ) -> torch.Tensor: ...
+    def attend_with_lse(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, scoring: Scoring
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attend(
@@ -144,19 +200,10 @@ def causal(
     )
 
 
-def over_columns(keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, path: Any) -> Read:
+def over_columns(keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, path: AttentionPath) -> Read:
     """Queries of the last columns over keys and values by column, computed by `path`."""
-    return lambda query, scoring: path.causal(query, keys, values, skipped, scoring)
-
-
-def causal_with_lse(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `causal`, with the log-sum-exp of the scores beside it, as from `attend_with_lse`."""
-    past = keys.shape[2] - query.shape[2]
-    parts = _masked_blocks(query, keys, values, past, by_column(skipped), explicit=True)
-    outputs, sums = zip(*(attend_with_lse(*part, scoring) for part in parts), strict=True)
-    return torch.cat(outputs, 2), torch.cat(sums, 2)
+    columns = keys.shape[2]
+    return lambda query, scoring: path.attend(query, keys, values, Span(columns - query.shape[2], skipped), scoring)
 
 
 def by_column(skipped: Skipped) -> Visible:
@@ -169,36 +216,14 @@ def by_column(skipped: Skipped) -> Visible:
     return allowed
 
 
-def after_past(query: torch.Tensor, group: Any, past: int, scoring: Scoring) -> torch.Tensor:
-    """Queries at columns from `past` on, of heads that store every position in its slot, their own tokens' too."""
-    stop = past + query.shape[2]
-    skip = group.skipped[:, None, None] if torch.is_tensor(group.skipped) else group.skipped
+def by_position(skipped: Skipped) -> Visible:
+    """What queries see of keys that lie by position, their own tokens' too."""
+    skip = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
 
     def allowed(queries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return slots <= (queries - skip).clamp(min=0)
 
-    return blocks(query, group.keys[:, :, :stop], group.values[:, :, :stop], past, allowed, scoring)
-
-
-def over_block(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, counts: list[int] | None, scoring: Scoring
-) -> Iterator[tuple[tuple[slice, ...], tuple[torch.Tensor, torch.Tensor]]]:
-    """Attention of queries over a block of earlier tokens, as `QuantizedGroup.blocks` has it, part by part.
-
-    Yields:
-        An index of rows and queries; their output and the log-sum-exp of their scores.
-    """
-    block_mask = first_tokens(counts, keys)
-    for queries in query_blocks(query, keys.shape[2], explicit=True, kv_heads=keys.shape[1]):
-        part = slice(None), slice(None), queries
-        yield part, attend_with_lse(query[part], keys, values, block_mask, scoring)
-
-
-def first_tokens(counts: list[int] | None, keys: torch.Tensor) -> torch.Tensor | None:
-    """The first `counts` keys of each row, as a mask over keys [batch, kv_heads, n, head_dim]: bool [batch, 1, n]."""
-    if counts is None:
-        return None
-    return torch.arange(keys.shape[2], device=keys.device) < torch.tensor(counts, device=keys.device)[:, None, None]
+    return allowed
 
 
 def query_blocks(query: torch.Tensor, keys: int, explicit: bool, kv_heads: int) -> list[slice]:
@@ -213,11 +238,11 @@ def blocks(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, visible: Visible, scoring: Scoring
 ) -> torch.Tensor:
     """Attend in blocks of queries at columns from `past` on; no query sees a key beyond its own column."""
-    parts = _masked_blocks(query, keys, values, past, visible, scoring.explicit)
+    parts = masked_blocks(query, keys, values, past, visible, scoring.explicit)
     return torch.cat([attend(*part, scoring) for part in parts], 2)
 
 
-def _masked_blocks(
+def masked_blocks(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, visible: Visible, explicit: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """A block of queries at a time, the keys and values up to its last column, and its mask."""
@@ -228,23 +253,53 @@ def _masked_blocks(
         yield query[:, :, rows], keys[:, :, key_slice], values[:, :, key_slice], visible(queries, columns)
 
 
-def streaming_from_start(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    skipped: Skipped,
-    layout: LayerLayout,
-    scoring: Scoring,
+def streaming(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, scoring: Scoring, window: Window
 ) -> torch.Tensor:
-    """Queries of streaming heads at the last of the columns that keys are of, nothing before them."""
-    tokens, past = keys.shape[2], keys.shape[2] - query.shape[2]
-    if tokens <= layout.sink + layout.recent:  # nothing has left the window yet
-        return causal(query, keys, values, skipped, scoring)
-    sinks = first_positions(keys, values, skipped, layout.sink)
-    past_states, new_states = (
-        [states[:, :, part] for states in (keys, values)] for part in (slice(past), slice(past, None))
-    )
-    return streaming(query, sinks, past_states, new_states, past, skipped, layout, scoring)
+    """Queries of streaming heads over sinks and window, in blocks; time and memory linear in the tokens.
+
+    Args:
+        query: [batch, query_heads, tokens, head_dim], at columns past, past + 1, ...
+        keys, values: [batch, kv_heads, n, head_dim], of the queries' own columns; where the window has no sinks, of all
+            columns.
+    """
+    sinks, before, past = window.sinks, window.before, span.past
+    if sinks is None or before is None:
+        if keys.shape[2] <= window.sink + window.recent:  # nothing has left the window yet
+            return causal(query, keys, values, span.padding, scoring)
+        sinks = first_positions(keys, values, span.padding, window.sink)
+        before = keys[:, :, :past], values[:, :, :past]
+        keys, values = keys[:, :, past:], values[:, :, past:]
+    new_states = keys, values
+    pad = span.padding[:, None, None] if torch.is_tensor(span.padding) else span.padding
+    window_columns, tokens = before[0].shape[2], query.shape[2]
+    sink_positions = torch.arange(sinks[0].shape[2], device=query.device)[None, None]
+    outputs = []
+    for start in range(0, tokens, BLOCK):
+        stop = min(start + BLOCK, tokens)
+        first = max(start - window.recent + 1, -window_columns)
+        block_keys, block_values = (
+            torch.cat(
+                [
+                    sink_part,
+                    window_part[:, :, window_columns + first :] if first < 0 else window_part[:, :, :0],
+                    new_part[:, :, max(first, 0) : stop],
+                ],
+                2,
+            )
+            for sink_part, window_part, new_part in zip(sinks, before, new_states, strict=True)
+        )
+        position = torch.arange(past + start, past + stop, device=query.device)[None, :, None] - pad
+        window_positions = torch.arange(past + first, past + stop, device=query.device)[None, None] - pad
+        seen = (
+            (window_positions >= window.sink)
+            & (window_positions <= position)
+            & in_window(position, window_positions, window.recent, window.chunked)
+        )
+        seen |= (window_positions == position) & (position < 0)  # padding sees itself: no empty softmax
+        allowed = torch.cat([(sink_positions <= position).expand(len(seen), -1, -1), seen], 2)
+        outputs.append(attend(query[:, :, start:stop], block_keys, block_values, allowed, scoring))
+    return torch.cat(outputs, 2)
 
 
 def first_positions(keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, count: int) -> tuple[torch.Tensor, ...]:
@@ -256,52 +311,3 @@ def first_positions(keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, 
     return tuple(
         states.gather(2, index.expand(len(states), states.shape[1], -1, states.shape[3])) for states in (keys, values)
     )
-
-
-def streaming(
-    query: torch.Tensor,
-    sinks: Sequence[torch.Tensor],
-    window: Sequence[torch.Tensor],
-    new_states: Sequence[torch.Tensor],
-    past: int,
-    skipped: Skipped,
-    layout: LayerLayout,
-    scoring: Scoring,
-) -> torch.Tensor:
-    """Queries of streaming heads over sinks and window, in blocks; time and memory linear in the tokens.
-
-    Args:
-        query: [batch, query_heads, tokens, head_dim], at columns past, past + 1, ...
-        sinks: keys and values [batch, kv_heads, <= sink, head_dim] of positions 0, 1, ..., of this input too.
-        window: those of the last columns before `past`.
-        new_states: those of the queries' own columns.
-    """
-    pad = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
-    window_columns, tokens = window[0].shape[2], query.shape[2]
-    sink_positions = torch.arange(sinks[0].shape[2], device=query.device)[None, None]
-    outputs = []
-    for start in range(0, tokens, BLOCK):
-        stop = min(start + BLOCK, tokens)
-        first = max(start - layout.recent + 1, -window_columns)
-        keys, values = (
-            torch.cat(
-                [
-                    sink_part,
-                    window_part[:, :, window_columns + first :] if first < 0 else window_part[:, :, :0],
-                    new_part[:, :, max(first, 0) : stop],
-                ],
-                2,
-            )
-            for sink_part, window_part, new_part in zip(sinks, window, new_states, strict=True)
-        )
-        position = torch.arange(past + start, past + stop, device=query.device)[None, :, None] - pad
-        window_positions = torch.arange(past + first, past + stop, device=query.device)[None, None] - pad
-        in_window = (
-            (window_positions >= layout.sink)
-            & (window_positions <= position)
-            & layout.in_window(position, window_positions)
-        )
-        in_window |= (window_positions == position) & (position < 0)  # padding sees itself: no empty softmax
-        allowed = torch.cat([(sink_positions <= position).expand(len(in_window), -1, -1), in_window], 2)
-        outputs.append(attend(query[:, :, start:stop], keys, values, allowed, scoring))
-    return torch.cat(outputs, 2)

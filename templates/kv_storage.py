@@ -29,6 +29,7 @@ class HeadTable(NamedTuple):
     quantization: Quantization | None = None
     rotated_keys: int = 0  # heads, the first ones, whose keys are stored rotated
     rotated_values: int = 0
+    matrix: torch.Tensor | None = None  # [head_dim, head_dim] in fp32, which rotates them
 
     def last(self, heads: int) -> "HeadTable":
         """The last heads alone, of which none has a ring of tiles."""
@@ -139,6 +140,9 @@ class Storage:
                 offset += slots
         offsets, sinks, rings, recents = on_device([*zip(*heads, strict=True)], self.keys.device, torch.int32)
         return HeadTable(self.keys, self.values, offsets, sinks, rings, recents, self._by_row("skips"))
+
+    def pack(self, settled: int) -> None:
+        """Quantize the tiles that are due, by kernels; no column before `settled` is taken back."""
 
     def runs(self) -> list[HeadGroup]:
         """Neighbors that hold equally many tokens, as one group each: all that a plain step has to do."""

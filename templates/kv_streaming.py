@@ -5,7 +5,7 @@ import torch
 from .kv_columns import Columns
 from .kv_kind import Forward, Heads
 from .kv_layout import LayerLayout
-from .kv_softmax import Read, Scoring
+from .kv_softmax import Read, Scoring, Span, Window
 from .kv_storage import Storage
 
 
@@ -38,7 +38,9 @@ class StreamingHeads(Heads):
         window = group.window(past, min(layout.recent - 1, past)) if past else None
         group.store(past, key, value)
         if window is None:
-            return lambda query, scoring: path.streaming_from_start(query, key, value, skipped, layout, scoring)
+            return lambda query, scoring: path.attend(
+                query, key, value, Span(stop - query.shape[2], skipped), scoring, Window.of(layout)
+            )
         sinks = [states[:, :, : layout.sink] for states in (group.keys, group.values)]
         if forward.snapshot:
             sinks = [states.clone() for states in sinks]
@@ -51,9 +53,8 @@ class StreamingHeads(Heads):
                     for past_part, new_part in zip(window, new_states, strict=True)
                 )
                 new_states = tuple(states[:, :, earlier_tokens:] for states in new_states)
-            return path.streaming(
-                query, sinks, past_states, new_states, past + earlier_tokens, skipped, layout, scoring
-            )
+            span = Span(past + earlier_tokens, skipped)
+            return path.attend(query, *new_states, span, scoring, Window.of(layout, sinks, past_states))
 
         return read
 

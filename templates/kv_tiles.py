@@ -1,17 +1,17 @@
 """Heads whose older tokens lie in quantized tiles, each written once."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .kv_codes import Tiles, dequantize, empty_tiles, key_products, quantize, rotated, weighted_values
+from .kv_codes import Tiles, dequantize, empty_tiles, key_products, quantize, rotated, rotation, weighted_values
 from .kv_columns import Rows, on_device
 from .kv_heads import HeadGroup, block_elements
-from .kv_layout import EVERY, TILE, LayerLayout, Quantization
-from .kv_softmax import Read, Scoring, folded, merge
+from .kv_layout import EVERY, TILE, KVLayout, LayerLayout, Quantization
+from .kv_softmax import AttentionPath, Read, Scoring, Span, folded, merge
 from .kv_storage import HeadTable, Storage
 
 
@@ -70,6 +70,22 @@ class QuantizedGroup(HeadGroup):
         """Count one more tile as packed of every row that has one due."""
         rows = zip(self.skips, self.packed, strict=True)
         self.packed = [packed + TILE * (self._target(skip) > packed) for skip, packed in rows]
+
+    @property
+    def next_tile(self) -> int:
+        """The first column before which a row packs another tile."""
+        first_unpacked = min(skip + packed for skip, packed in zip(self.skips, self.packed, strict=True))
+        return first_unpacked + self.sink + self.quantization.residual + TILE
+
+    def refill(self, counts: Sequence[int]) -> None:
+        """Count what is packed where rows keep so many tokens: as much as before, while there are tokens to fill tiles.
+
+        So no token of a tile returns to the slots, to be quantized again.
+        """
+        max_tiles = [(count - self.sink) // TILE for count in counts]
+        min_tiles = [self.quantization.tiles(count + 1 - self.sink) for count in counts]
+        rows = zip(self.packed, max_tiles, min_tiles, strict=True)
+        self.packed = [max(TILE * lower, min(packed, TILE * upper)) for packed, upper, lower in rows]
 
     def write(self, rows: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._pack(rows, self.packable(rows.start or 0, start + keys.shape[2]), start, keys, values)
@@ -146,7 +162,9 @@ class QuantizedGroup(HeadGroup):
     def in_window(self, newest: torch.Tensor, position: torch.Tensor, layout: LayerLayout) -> bool:
         return True  # what leaves the ring is in tiles
 
-    def over_past(self, keys: torch.Tensor, values: torch.Tensor, past: int, path: Any, snapshot: bool) -> Read:
+    def over_past(
+        self, keys: torch.Tensor, values: torch.Tensor, past: int, path: AttentionPath, snapshot: bool
+    ) -> Read:
         """The tiles are dequantized; what is not packed yet and the queries' own tokens are read as they came."""
         if not max(self.packed):
             return super().over_past(keys, values, past, path, snapshot)
@@ -157,11 +175,14 @@ class QuantizedGroup(HeadGroup):
             then.tiles = then.tiles.map(torch.clone)
 
         def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-            output, lse = path.causal_with_lse(query, *states, skipped, scoring)
+            span = Span(states[0].shape[2] - query.shape[2], skipped)
+            output, lse = path.attend_with_lse(query, *states, span, scoring)
             output = output.float()  # rounded once, not at every block
-            for block in then.blocks():
-                for part, result in path.over_block(query, *block, scoring):
-                    output[part], lse[part] = merge((output[part], lse[part]), result)
+            for rows, *block in then.blocks():
+                tokens = block[0].shape[2]
+                span = Span(tokens, first=None, limit=tokens)
+                part = path.attend_with_lse(query[rows], *block, span, scoring)
+                output[rows], lse[rows] = merge((output[rows], lse[rows]), part)
             return scoring.sunk(output, lse).to(query.dtype)
 
         return read
@@ -196,18 +217,21 @@ class QuantizedGroup(HeadGroup):
             rows = slice(None) if rows_agree else slice(row, row + 1)
             yield rows, [(begin, end) for begin, end in spans if begin < end]
 
-    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
-        """Keys and values [batch, heads, n, head_dim] of heads that see all of them, dequantized a block at a time.
-
-        With each block comes how many of its first tokens each row has, or None where rows have them all.
-        """
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Rows, and their keys and values [rows, heads, n, head_dim] of heads that see all of them, dequantized a block
+        at a time. Rows come together where they have equally many."""
         first_token = 0
         tiles, max_tiles = self.packed_tiles(), self.tiles_at_once(self.keys.shape[0])
         for parts in zip(*(part.split(max_tiles, 2) for part in tiles), strict=True):
             keys, values = (states.flatten(2, 3) for states in dequantize(Tiles(*parts), self.quantization.bits))
             tokens = keys.shape[2]
             counts = [min(max(packed - first_token, 0), tokens) for packed in self.packed]
-            yield keys, values, None if min(counts) == tokens else counts
+            if len(set(counts)) == 1:
+                yield slice(None), keys[:, :, : counts[0]], values[:, :, : counts[0]]
+            else:
+                for row, count in enumerate(counts):
+                    if count:
+                        yield slice(row, row + 1), keys[row : row + 1, :, :count], values[row : row + 1, :, :count]
             first_token += tokens
 
 
@@ -285,7 +309,14 @@ class TiledStorage(Storage):
             quantization=self.quantization,
             rotated_keys=layout.rotated_keys,
             rotated_values=layout.rotated_values,
+            matrix=rotation(table.keys.shape[2], torch.float32, device) if layout.rotated_values else None,
         )
+
+    def pack(self, settled: int) -> None:
+        if any(group.due() for group in self.tiled):
+            from . import kv_pack  # a checkpoint may lack kernels
+
+            kv_pack.flush_due(self.tiled, self.table(), settled)
 
     def runs(self) -> list[HeadGroup]:
         return [] if self.tiled else super().runs()
@@ -298,3 +329,47 @@ class TiledStorage(Storage):
 
     def rotated_back(self, output: torch.Tensor) -> torch.Tensor:
         return rotated(output, self.layout.rotated_values * output.shape[1] // self.layout.heads, back=True)
+
+
+def requested_quantization(cache_config: dict, config: Any) -> Quantization:
+    """What `generate(cache_implementation="quantized", cache_config=...)` asks for, in the terms of transformers.
+
+    `nbits`, `q_group_size`, `residual_length`, and `axis_key` and `axis_value` as the `backend` means them: its default
+    axes are one scale per token. What is left out is as the config says, 4 bits if it says nothing.
+
+    Raises:
+        ValueError: an unknown key, or a value that this cache cannot have.
+    """
+    known_keys = {"backend", "nbits", "q_group_size", "residual_length", "axis_key", "axis_value"}
+    if unknown_keys := sorted(set(cache_config) - known_keys):
+        raise ValueError(
+            f"cache_config has {', '.join(unknown_keys)}; this checkpoint's cache knows {', '.join(sorted(known_keys))}"
+        )
+    backend = str(cache_config.get("backend", "quanto")).lower()
+    per_token = {"quanto": 0, "hqq": 1}.get(backend)  # axes of a scale for each token
+    if per_token is None:
+        raise ValueError(f"cache_config has the backend {backend!r}; quanto and hqq are known")
+    layout = KVLayout.from_config(config)
+    if len({layer.quantization for layer in layout.layers}) > 1 and "nbits" not in cache_config:
+        raise ValueError(
+            "cache_config: the layers of this checkpoint differ in bits; give nbits, or leave cache_implementation out"
+        )
+    by_bits = {layer.quantization.bits: layer.quantization for layer in layout.layers if layer.quantization}
+    default = by_bits.get(cache_config.get("nbits"), layout.quantization or Quantization(4))
+    scheme = default.scheme
+    if "axis_key" in cache_config:
+        scheme = "per-token" if cache_config["axis_key"] == per_token else "kivi"
+    if cache_config.get("axis_value", per_token) != per_token:
+        raise ValueError(f"cache_config: values have a scale per token, which is axis_value {per_token} of {backend}")
+    bits = cache_config.get("nbits", default.bits)
+    same_codes = (bits, scheme) == (default.bits, default.scheme)
+    return Quantization(
+        bits=bits,
+        scheme=scheme,
+        group_size=cache_config.get("q_group_size", default.group_size),
+        residual=cache_config.get("residual_length", default.residual),
+        streaming=default.streaming,
+        sink=default.sink,
+        rotate=default.rotate if same_codes else None,
+        clip=default.clip if same_codes else None,
+    )

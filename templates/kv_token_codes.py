@@ -7,11 +7,10 @@ import torch
 
 from .kv_codes import Tiles, quantize_groups, scale_codes, split_thirds, unpack
 from .kv_columns import on_device
+from .kv_heads import VALUES, take_positions
 from .kv_layout import TILE, Quantization
 from .kv_storage import Storage
 from .kv_tiles import QuantizedGroup
-
-KEYS, VALUES = 0, 1
 
 
 class TokenCodes:
@@ -67,7 +66,7 @@ class TokenCodes:
         quantization, sink, device, fresh_starts, fresh_tokens = self.quantization, self.sink, source.device, [], 1
         for group, row_counts, row_lengths, packed in zip(self.groups, counts, lengths, self.packed, strict=True):
             rows = [*zip(row_counts, row_lengths, packed, strict=True)]
-            refill(group, row_counts)
+            group.refill(row_counts)
             # up to here all are from tiles: those from slots come last, and are no more than there were
             fresh_starts.append(
                 max(min(*group.packed, *(count - length + packed_before for count, length, packed_before in rows)), 0)
@@ -101,22 +100,6 @@ class TokenCodes:
         for head, group in enumerate(self.groups):
             for stored, part in zip((group.keys, group.values), states, strict=True):
                 stored.copy_(part[:, head, None, : group.slots])
-
-
-def refill(group: QuantizedGroup, counts: Sequence[int]) -> None:
-    """Count what is packed where rows keep so many tokens: as much as before, while there are tokens to fill tiles.
-
-    So no token of a tile returns to the slots, to be quantized again.
-    """
-    max_tiles = [(count - group.sink) // TILE for count in counts]
-    min_tiles = [group.quantization.tiles(count + 1 - group.sink) for count in counts]
-    rows = zip(group.packed, max_tiles, min_tiles, strict=True)
-    group.packed = [max(TILE * lower, min(packed, TILE * upper)) for packed, upper, lower in rows]
-
-
-def take_positions(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """States at positions: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
-    return states.gather(2, position[..., None].expand(-1, -1, -1, states.shape[3]))
 
 
 def _gather_places(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -1,74 +1,27 @@
-"""One token per row in plain torch, head group by head group; kv_softmax.py has attention of several."""
+"""Attention in plain torch: of one token per row, head group by head group, or of several as kv_softmax.py has it."""
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
+from . import kv_softmax
 from .kv_cache import KVLayerCache
-from .kv_heads import HeadGroup
 from .kv_kind import shares
-from .kv_layout import LayerLayout
-from .kv_softmax import (  # noqa: F401  # a path has them
+from .kv_softmax import (
     Scoring,
-    Skipped,
-    after_past,
-    attend,
+    Span,
+    Window,
+    blocks,
+    by_column,
+    by_position,
     causal,
-    causal_with_lse,
-    folded,
-    over_block,
+    masked_blocks,
+    query_blocks,
     streaming,
-    streaming_from_start,
 )
 
 KERNELS = False  # whether budgeted heads select and move tokens by kernels
-
-
-class AttentionPath(Protocol):
-    """Where attention is computed: this module or `kv_cuda`, which have these functions."""
-
-    def decodes(self, layer: KVLayerCache) -> bool: ...
-    def decode(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: KVLayerCache, scoring: Scoring
-    ) -> torch.Tensor: ...
-    def decode_stored(self, query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor: ...
-    def causal(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
-    ) -> torch.Tensor: ...
-    def causal_with_lse(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def after_past(self, query: torch.Tensor, group: HeadGroup, past: int, scoring: Scoring) -> torch.Tensor: ...
-    def over_block(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        counts: list[int] | None,
-        scoring: Scoring,
-    ) -> Iterator[tuple[tuple[slice, ...], tuple[torch.Tensor, torch.Tensor]]]: ...
-    def streaming_from_start(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        skipped: Skipped,
-        layout: LayerLayout,
-        scoring: Scoring,
-    ) -> torch.Tensor: ...
-    def streaming(
-        self,
-        query: torch.Tensor,
-        sinks: Sequence[torch.Tensor],
-        window: Sequence[torch.Tensor],
-        new_states: Sequence[torch.Tensor],
-        past: int,
-        skipped: Skipped,
-        layout: LayerLayout,
-        scoring: Scoring,
-    ) -> torch.Tensor: ...
 
 
 def step(
@@ -102,11 +55,6 @@ def step(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
-def decodes(layer: KVLayerCache) -> bool:
-    """Whether `decode` runs over a layer: where windows are in tiles, a token attends as several do."""
-    return not layer.layout.quantized_window
-
-
 def decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: KVLayerCache, scoring: Scoring
 ) -> torch.Tensor:
@@ -130,6 +78,50 @@ def decode(
 def decode_stored(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """Attend from a token per row that `decode` has stored."""
     return _attend(layer.storage.rotated_query(query), layer, scoring)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    span: Span,
+    scoring: Scoring,
+    window: Window | None = None,
+) -> torch.Tensor:
+    """Causal attention of several tokens per row, over heads of one kind.
+
+    Args:
+        query: [batch, query_heads, tokens, head_dim], at columns past, past + 1, ... of `span`.
+        keys, values: [batch, kv_heads, n, head_dim], which lie as `span` says.
+        window: of streaming heads; None: full heads.
+
+    Returns:
+        [batch, query_heads, tokens, head_dim].
+    """
+    assert span.limit is None  # which only `attend_with_lse` has
+    if window is not None:
+        return streaming(query, keys, values, span, scoring, window)
+    if span.first is None:
+        return blocks(query, keys, values, span.past, by_position(span.padding), scoring)
+    return causal(query, keys, values, span.padding, scoring)
+
+
+def attend_with_lse(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attend` over full heads, or a block of their past, with the log-sum-exp of the scores, without sinks.
+
+    Returns:
+        As `attend`; and float32 [batch, query_heads, tokens].
+    """
+    if span.limit is None:
+        visible = by_column(span.padding) if span.first is not None else by_position(span.padding)
+        parts = masked_blocks(query, keys, values, span.past, visible, explicit=True)
+    else:
+        queries = query_blocks(query, keys.shape[2], explicit=True, kv_heads=keys.shape[1])
+        parts = ((query[:, :, rows], keys, values, None) for rows in queries)
+    outputs, sums = zip(*(kv_softmax.attend_with_lse(*part, scoring) for part in parts), strict=True)
+    return torch.cat(outputs, 2), torch.cat(sums, 2)
 
 
 def _attend(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:

@@ -49,7 +49,7 @@ def mixed(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     """A family's checkpoint converted with half of its heads streaming."""
     return cache(
         lambda family: convert_folder(
-            checkpoint(family), tmp_path_factory.mktemp("out") / f"{family}-mixed", sparsity=0.5
+            checkpoint(family), tmp_path_factory.mktemp("out") / f"{family}-mixed", sparsity=0.5, quantized=True
         )
     )
 
@@ -59,7 +59,7 @@ def all_full(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     """A family's checkpoint converted with every head full."""
     return cache(
         lambda family: convert_folder(
-            checkpoint(family), tmp_path_factory.mktemp("out") / f"{family}-full", sparsity=0.0
+            checkpoint(family), tmp_path_factory.mktemp("out") / f"{family}-full", sparsity=0.0, quantized=True
         )
     )
 

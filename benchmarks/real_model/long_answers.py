@@ -44,7 +44,6 @@ from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Budgeted, Recipe
-from kvsurgery.templates.kv_layout import ACCUMULATED, SCORE_BYTES
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
 
@@ -126,8 +125,6 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
             base_recipe.changed(budget=budget_range[fits - 1]),
         )
 
-    score_tokens = -(-SCORE_BYTES * budget // (2 * profile.model.head_dim * 4))  # tokens whose place their scores take
-    accumulated = Recipe.of(rest="budgeted", budget=budget - score_tokens, hold=hold, select=ACCUMULATED)
     streaming = Recipe.of(sparsity=1.0, rest="streaming", sink=SINK, recent=max_tokens - SINK)
     return [
         Contender(ORIGINAL, partial(stock, source)),
@@ -138,7 +135,6 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
             for budget, hold in ((budget, hold), (max_tokens - window - hold // 4, hold // 4))
         ),
         *(quantized(bits, hold // 4) for bits in (4, 2)),
-        ours(f"budgets of {budget - score_tokens} that hold, by accumulated attention", accumulated),
         ours(f"all heads streaming, {SINK} + {max_tokens - SINK}", streaming),
         *(
             Contender(f"{kind.__name__}, {max_tokens}", eager, partial(kind, max_tokens=max_tokens))

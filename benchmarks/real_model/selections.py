@@ -29,7 +29,7 @@ from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.templates.kv_layout import ACCUMULATED, ATTENTION, SCORE_BYTES, SELECTS
+from kvsurgery.templates.kv_layout import ATTENTION, SELECTS
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
 
@@ -84,15 +84,10 @@ def measure(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
     return {"right": correct, "nats": nats, "kv_bytes": cache_bytes}
 
 
-def recipe(
-    select: Literal["attention", "accumulated", "value-norm"], arguments: argparse.Namespace, token_bytes: int
-) -> Recipe:
-    """Budgets that hold. Accumulated scores take bytes, so there budgets are smaller."""
-    budget = arguments.budget
-    if select == ACCUMULATED:
-        budget -= -(-SCORE_BYTES * budget // token_bytes)
+def recipe(select: Literal["attention", "value-norm"], arguments: argparse.Namespace) -> Recipe:
+    """Budgets that hold."""
     sizes = {"window": arguments.window, "hold": arguments.hold, "beta": arguments.beta}
-    return Recipe.of(rest="budgeted", budget=budget, select=select, **sizes)
+    return Recipe.of(rest="budgeted", budget=arguments.budget, select=select, **sizes)
 
 
 def table(report: dict[str, Any]) -> list[str]:
@@ -174,8 +169,7 @@ def main() -> None:
     results = report.setdefault("results", {})
     profile = HeadProfile.load(arguments.profile or HERE / "profile.safetensors")
     models = {ORIGINAL: stock(source)}
-    token_bytes = 2 * profile.model.head_dim * 4
-    models |= {select: converted(source, profile, recipe(select, arguments, token_bytes)) for select in SELECTS}
+    models |= {select: converted(source, profile, recipe(select, arguments)) for select in SELECTS}
     for number, case in enumerate(cases):
         for name, model in models.items():
             model_results = results.setdefault(name, [])

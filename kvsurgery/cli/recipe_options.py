@@ -81,8 +81,8 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "select": (
             click.Choice(list(SELECTS)),
-            "What a budgeted head selects tokens by: the attention of the window; with --hold, its sum over all "
-            "selections (accumulated); or attention times the norm of the token's value.",
+            "What a budgeted head selects tokens by: the attention of the window, or this attention times the norm of "
+            "the token's value.",
         ),
         "kv_bits": (
             Bits(8, 4, 3, 2, "auto"),
@@ -134,6 +134,11 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
     },
     RUNNING: {
+        "quantized": (
+            bool,
+            "Emit the code of quantized caches even without --kv-bits, for `generate(cache_implementation=...)`.",
+        ),
+        "kernels": (bool, "Emit the Triton kernels; without them a GPU runs plain torch.  [default: (emitted)]"),
         "ignore_model_code": (
             bool,
             "Convert a model with modeling code of its own as the transformers model of its `model_type`.",
@@ -221,7 +226,7 @@ def _option(
         kind = Several(click.types.convert_type(kind))
     usual = default(name) if name in FLAT else None
     names = [FLAT[name]] if name in FLAT else []
-    if kind is bool and usual is None:
+    if kind is bool and usual is not False:
         return sets(names, click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text))
     if kind is bool:
         return sets(names, click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text))

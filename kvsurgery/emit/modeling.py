@@ -24,6 +24,8 @@ class Needs:
     reform: bool = False  # long prompts are gathered
     budgets: bool = False  # a layer has budgeted heads
     holds: bool = False  # their budgets hold after the prompt
+    quantized: bool = False  # tokens are stored as codes, or may be
+    kernels: bool = True  # in Triton
 
     @classmethod
     def of(cls, policy: Policy) -> Needs:
@@ -33,6 +35,8 @@ class Needs:
             reform=policy.reform is not None,
             budgets=any(layer.budgets for layer in layers),
             holds=any(layer.budgets and layer.holds for layer in layers),
+            quantized=policy.recipe.code.quantized or any(layer.quantization for layer in layers),
+            kernels=policy.recipe.code.kernels,
         )
 
 

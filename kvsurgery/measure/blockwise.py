@@ -13,8 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kvsurgery.templates import kv_softmax
-from kvsurgery.templates.kv_layout import LayerLayout
-from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_softmax import Scoring, Span, Window
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -56,15 +55,15 @@ def streaming(
     tokens = query.shape[2]
     if tokens <= sink + recent:  # nothing has left the window yet
         return causal(query, key, value, scoring)
-    layout = LayerLayout(((0, key.shape[1]),), sink, recent, chunked=chunked)
 
     def block(start: int) -> torch.Tensor:
         stop = start + kv_softmax.BLOCK
-        key_values = [
+        sinks, before, own_states = (
             [states[:, :, rows] for states in (key, value)]
             for rows in (slice(sink), slice(max(start - recent + 1, 0), start), slice(start, stop))
-        ]
-        return checkpointed(kv_softmax.streaming, query[:, :, start:stop], *key_values, start, 0, layout, scoring)
+        )
+        window = Window(sink, recent, sinks, before, chunked)
+        return checkpointed(kv_softmax.streaming, query[:, :, start:stop], *own_states, Span(start), scoring, window)
 
     return torch.cat([block(start) for start in range(0, tokens, kv_softmax.BLOCK)], 2)
 

@@ -196,22 +196,14 @@ class Prices:
                 tokens = np.minimum(budgets, demand.prompt - window) + window + demand.new_tokens
                 tokens = np.minimum(tokens, budgets + max_held)
                 tokens[~budgeted_mask] = demand.context
-                scored_tokens = np.minimum(budgets, demand.context if selection.select == kv_layout.ACCUMULATED else 0)
                 shares = float(scores.astype(np.float64) @ np.log1p(tokens[budgeted_mask])) / log1p(demand.context)
                 if self.shares > 1:
                     orders = [blocks.order for blocks in arrange(~budgeted_mask, budgets, self.shares)]
                     tokens = np.take_along_axis(tokens, np.array(orders), 1)
-                    scored_tokens = np.take_along_axis(scored_tokens, np.array(orders), 1)
-                # [layers, heads of each process, process after process]
-                processes = [
-                    *zip(*(np.split(table, self.shares, axis=1) for table in (tokens, scored_tokens)), strict=True)
-                ]
+                processes = np.split(tokens, self.shares, axis=1)  # [layers, heads of each process]
                 for quantization in quantizations:
                     kept_score = (float(self.score_sums[count]) + shares) * _fidelity(quantization)
-                    kv = max(
-                        self._heads_bytes(held_tokens, quantization) + kv_layout.SCORE_BYTES * int(held_scored.sum())
-                        for held_tokens, held_scored in processes
-                    )
+                    kv = max(self._heads_bytes(held_tokens, quantization) for held_tokens in processes)
                     yield self._candidate(
                         count, "budgeted", budget, quantization, kv, 1 - kept_score / float(self.score_sums[-1])
                     )

@@ -139,13 +139,12 @@ class TestOptions:
 
     def test_by_what_budgeted_heads_select(self, here: Path) -> None:
         command = ("convert", "llama", "--profile", PROFILE, "--rest", "budgeted", "--budget", 100, "--select")
-        says = "budgeted heads select again every 32 tokens by accumulated attention, and never"
-        text = done(*command, "accumulated", "--hold", "--save-recipe", "recipe.toml", "--out", "out").out
+        says = "budgeted heads select again every 32 tokens by attention and value norm, and never"
+        text = done(*command, "value-norm", "--hold", "--save-recipe", "recipe.toml", "--out", "out").out
         assert says in text
         assert says in done("inspect", "out").out
-        assert json.loads(done("inspect", "out", "--json").out)["surgery"]["hold"]["select"] == "accumulated"
-        assert "the attention, summed over all selections so far" in " ".join(Path("out/README.md").read_text().split())
-        assert 'select = "accumulated"' in Path("recipe.toml").read_text()
+        assert json.loads(done("inspect", "out", "--json").out)["surgery"]["hold"]["select"] == "value-norm"
+        assert 'select = "value-norm"' in Path("recipe.toml").read_text()
         assert "select value-norm" in done(*command, "value-norm", "--out", "other").out
         assert "select value-norm" in done("inspect", "other").out
         assert json.loads(Path("other/config.json").read_text())["kv_surgery"]["selection"]["select"] == "value-norm"

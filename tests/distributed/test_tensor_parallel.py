@@ -54,7 +54,6 @@ KINDS = {
     "budgets": {"rest": "budgeted", "full_heads": 4, "budget": 6},
     "uneven budgets": {"rest": "budgeted", "full_heads": 6, "budget": 6, "tp_uneven": True},
     "held": {"rest": "budgeted", "full_heads": 4, "budget": 6, "window": 2, "hold": 2},
-    "accumulated": {"rest": "budgeted", "full_heads": 4, "budget": 6, "window": 2, "hold": 2, "select": "accumulated"},
     "8 bits": {"sparsity": 0.5, "quantization": LOSSLESS},
 }
 UNLIKE = [name for name in KINDS if name != "8 bits"]  # whose processes hold more or fewer bytes than others

@@ -16,8 +16,17 @@ from kvsurgery.checkpoint.model import Model
 from kvsurgery.emit.modeling import Needs, code_files, modeling_code
 from kvsurgery.templates.kv_generation import require_transformers
 
-ALL = Needs(reform=True, budgets=True, holds=True)
-NEEDS = [Needs(), Needs(reform=True), Needs(budgets=True), Needs(budgets=True, holds=True), ALL]
+ALL = Needs(reform=True, budgets=True, holds=True, quantized=True)
+NEEDS = [
+    Needs(),
+    Needs(reform=True),
+    Needs(budgets=True),
+    Needs(budgets=True, holds=True),
+    Needs(quantized=True),
+    Needs(kernels=False),
+    Needs(budgets=True, holds=True, quantized=True, kernels=False),
+    ALL,
+]
 
 
 def family(name: str) -> Family:
@@ -38,7 +47,7 @@ def relative_imports(code: bytes) -> set[str]:
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [*product(supported(), [Needs(), ALL]), *product(["llama"], NEEDS[1:4])],
+    [*product(supported(), [Needs(), ALL]), *product(["llama"], NEEDS[1:-1])],
     ids=str,
 )
 def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, needs: Needs) -> None:
@@ -54,9 +63,9 @@ def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, needs: Ne
 
 
 def needed_imports(code: bytes, files: Iterable[str]) -> set[str]:
-    """The same without what only type checkers read, and without what a file tries to import and is not there."""
-    tried = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Try)]
-    optional = {module for node in tried for module in relative_imports(ast.unparse(node).encode())}
+    """The same without what only type checkers read, and without what functions import that is not there."""
+    functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)]
+    optional = {module for node in functions for module in relative_imports(ast.unparse(node).encode())}
     return runtime_imports(code) - (optional - set(files))
 
 
@@ -73,11 +82,45 @@ def test_no_module_imports_one_that_imports_it() -> None:
     TopologicalSorter({name: runtime_imports(code) for name, code in files.items()}).prepare()
 
 
-def test_a_plain_checkpoint_has_no_code_of_budgets_and_long_prompts() -> None:
-    plain, reform, budgets, holds = ({*code_files(family("llama"), needs)} for needs in NEEDS[:4])
-    assert reform - plain == {"kv_received.py", "kv_encode.py", "kv_gather.py", "kv_reform.py"}
-    assert budgets - plain == {"kv_received.py", "kv_budget.py", "kv_compact.py"}
-    assert holds - budgets == {"kv_hold.py", "kv_move.py", "kv_reselect.py", "kv_token_codes.py"}
+def names(**needs: bool) -> set[str]:
+    return {name.removeprefix("kv_").removesuffix(".py") for name in code_files(family("llama"), Needs(**needs))}
+
+
+def test_a_checkpoint_has_no_code_that_it_does_not_need() -> None:
+    plain, budgets, holds = names(), names(budgets=True), names(budgets=True, holds=True)
+    assert names(reform=True) - plain == {"received", "encode", "gather", "reform"}
+    assert budgets - plain == {"received", "budget", "compact"}
+    assert holds - budgets == {"hold", "move", "reselect"}
+    assert names(quantized=True) - plain == {"codes", "tiles", "pack", "packed"}
+    assert names(quantized=True, budgets=True, holds=True) - holds - names(quantized=True) == {
+        "move_codes",
+        "token_codes",
+    }
+    assert plain - names(kernels=False) == {"cuda", "decode", "graph", "kernels", "prefill", "store"}
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_code_without_kernels_never_names_triton(quantized: bool) -> None:
+    needs = Needs(reform=True, budgets=True, holds=True, quantized=quantized, kernels=False)
+    assert not any(b"import triton" in code for code in code_files(family("llama"), needs).values())
+
+
+def test_every_checkpoint_has_the_same_text_of_a_module() -> None:
+    """transformers 4 loads a module once for all folders of one name."""
+    texts: dict[str, set[bytes]] = {}
+    for needs in NEEDS:
+        _, *modules = code_files(family("llama"), needs).items()
+        for name, code in modules:
+            texts.setdefault(name, set()).add(code)
+    assert {name for name, found in texts.items() if len(found) > 1} == set()
+
+
+def test_plain_code_is_short() -> None:
+    def lines(needs: Needs) -> int:
+        return sum(code.count(b"\n") for code in code_files(family("llama"), needs).values())
+
+    assert lines(Needs()) <= 4_740
+    assert lines(Needs(kernels=False)) <= 3_370
 
 
 @pytest.mark.parametrize("name", supported())

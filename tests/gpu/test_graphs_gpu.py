@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
 from kvsurgery.templates.kv_codes import empty_tiles
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_layout import EVERY, Quantization
+from kvsurgery.templates.kv_pack import flush
 from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.templates.kv_storage import HeadTable
-from kvsurgery.templates.kv_store import flush
 from tests.helpers import kernel_cases as cases
 
 

@@ -20,7 +20,8 @@ def emitted_class(name: str, reform: bool = False) -> type[PreTrainedModel]:
     module = ModuleType(f"kvsurgery.templates.{family.module}")
     module.__package__ = "kvsurgery.templates"
     sys.modules[module.__name__] = module
-    exec(compile(modeling_code(family, Needs(reform, budgets=True, holds=True)), module.__name__, "exec"), vars(module))
+    needs = Needs(reform, budgets=True, holds=True, quantized=True)
+    exec(compile(modeling_code(family, needs), module.__name__, "exec"), vars(module))
     return getattr(module, family.classes["AutoModelForCausalLM"])
 
 

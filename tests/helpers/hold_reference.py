@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvsurgery.heads.kinds import head_list
 from kvsurgery.templates.kv_cache import CACHE
-from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, KVLayout, LayerLayout
+from kvsurgery.templates.kv_layout import VALUE_NORM, KVLayout, LayerLayout
 
 NAME = "tests_hold_reference"
 
@@ -31,8 +31,7 @@ class LayerState:
     keys: list[torch.Tensor] = field(default_factory=list)  # [kv_heads, head_dim] each
     values: list[torch.Tensor] = field(default_factory=list)
     alive: dict[int, list[int]] = field(default_factory=dict)  # KV head -> positions
-    scores: dict[tuple[int, int], float] = field(default_factory=dict)  # KV head and position -> attention so far
-    before: list[tuple[int, dict, dict]] = field(default_factory=list)  # column, and `alive` and `scores` then
+    before: list[tuple[int, dict]] = field(default_factory=list)  # column, and `alive` then
 
 
 class HoldReference:
@@ -135,7 +134,7 @@ class HoldReference:
         how = layer.selection
         if how is None:
             return
-        state.before.append((column, copy.deepcopy(state.alive), dict(state.scores)))
+        state.before.append((column, copy.deepcopy(state.alive)))
         stop = column - self.pad  # positions before it
         start = max(stop - how.window, 0)
         state.due = column + how.hold
@@ -144,22 +143,15 @@ class HoldReference:
         for kv_head, budget in budgets(layer).items():
             alive = state.alive[kv_head]
             candidates = [place for place in alive if place < start]
-            if len(candidates) <= budget and how.select != ACCUMULATED:
+            if len(candidates) <= budget:
                 continue
             received = torch.zeros(len(candidates), dtype=torch.float64)
             heads = slice(kv_head * group, (kv_head + 1) * group)
             for position in range(start, stop):
                 seen = keys[[place for place in alive if place <= position], kv_head]
                 received += self.weights(state, heads, position, seen, scaling, softcap).sum(0)[: len(received)]
-            if how.select == ACCUMULATED:
-                received += torch.tensor([state.scores.get((kv_head, place), 0) for place in candidates])
-                state.scores |= {
-                    (kv_head, place): each.item() for place, each in zip(candidates, received, strict=True)
-                }
-            elif how.select == VALUE_NORM:
+            if how.select == VALUE_NORM:
                 received *= torch.tensor([state.values[place][kv_head].double().norm() for place in candidates])
-            if not candidates:
-                continue
             beside = how.kernel_size // 2
             if how.pool == "max":
                 pooled = F.pad(received, (beside, beside)).unfold(0, how.kernel_size, 1).amax(-1)
@@ -181,7 +173,7 @@ class HoldReference:
         self.tokens = min(self.tokens, max(length - self.pad, 0))
         for state in self.states:
             while state.before and state.before[-1][0] > max(length, confirmed):
-                state.due, state.alive, state.scores = state.before.pop()
+                state.due, state.alive = state.before.pop()
             for part in (state.queries, state.keys, state.values):
                 del part[self.tokens :]
             state.alive = {head: [p for p in places if p < self.tokens] for head, places in state.alive.items()}

@@ -8,15 +8,16 @@ from typing import NamedTuple
 import torch
 
 from kvsurgery.templates.kv_cache import KVLayerCache
-from kvsurgery.templates.kv_codes import empty_tiles, quantize, rotated
+from kvsurgery.templates.kv_codes import empty_tiles, quantize, rotated, rotation
 from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import HeadGroup
-from kvsurgery.templates.kv_layout import ACCUMULATED, EVERY, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
-from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
-from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_layout import EVERY, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
+from kvsurgery.templates.kv_pack import flush
+from kvsurgery.templates.kv_prefill import prefill, prefill_with_lse
+from kvsurgery.templates.kv_softmax import Scoring, Span, Window
 from kvsurgery.templates.kv_storage import HeadTable
-from kvsurgery.templates.kv_store import append, flush
+from kvsurgery.templates.kv_store import append
 from kvsurgery.templates.kv_tiles import QuantizedGroup
 from kvsurgery.templates.kv_token_codes import encoded_tokens, token_states
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
@@ -410,8 +411,8 @@ RENEW = [
     Renew((300,), 345, 7, 128, [0, 17], Selection(13, 1, "max", 32, VALUE_NORM)),
     Renew((40, 8), 129, 2, 256, [0], Selection(20, 5, "avg", 20, VALUE_NORM), softcap=20.0),
     Renew((60,), 150, 8, 16, [0, 100], Selection(32, 7, "max", 32), learned=True),
-    Renew((0, 7, 90, 300), 256, 4, 64, [0, 9, 250], Selection(8, 7, "max", 32, ACCUMULATED)),
-    Renew((70,), 129, 2, 80, [0, 60], Selection(20, 3, "avg", 40, ACCUMULATED), learned=True),
+    Renew((0, 7, 90, 300), 256, 4, 64, [0, 9, 250], Selection(8, 7, "max", 32)),
+    Renew((70,), 129, 2, 80, [0, 60], Selection(20, 3, "avg", 40), learned=True),
     Renew(
         *((400, 120), 500, 4, 128, [0, 300], Selection(8, 7, "max", 64)),
         quantization=Quantization(4, "per-token", 32, residual=10),
@@ -421,7 +422,7 @@ RENEW = [
         quantization=Quantization(2, "per-token", 16, residual=0, sink=0),
     ),
     Renew(
-        *((300, 5), 430, 7, 48, [0, 400], Selection(16, 3, "max", 40, ACCUMULATED)),
+        *((300, 5), 430, 7, 48, [0, 400], Selection(16, 3, "max", 40)),
         quantization=Quantization(3, "per-token", residual=3, sink=2),
     ),
     Renew(
@@ -472,9 +473,6 @@ def check_renew(case: Renew, dtype: torch.dtype, device: str) -> None:
         assert tables[1].packed.equal(tables[0].packed)
         assert tables[1].packed[:, 1:].T.tolist() == [group.packed for group in found]
         assert tables[1].packed[:, 1:].any()
-    sums = [layer.heads[-1].scores for layer in layers]
-    if dtype == torch.float32:
-        torch.testing.assert_close(sums[1], sums[0], rtol=1e-4, atol=1e-6)
     for one, other, (old, packed) in zip(found, expected, before, strict=True):
         assert one.skips == other.skips
         for row, skip in enumerate(one.skips):
@@ -525,7 +523,8 @@ def check_append(keys_of: int, values_of: int, dtype: torch.dtype, device: str) 
         (4, batch, tokens + 17, head_dim), torch.nan, dtype=dtype, device=device
     )
     table = HeadTable(keys, values, offsets, sinks, rings, recents, padding)
-    table = table._replace(rotated_keys=keys_of, rotated_values=values_of)
+    matrix = rotation(head_dim, torch.float32, table.keys.device) if values_of else None
+    table = table._replace(rotated_keys=keys_of, rotated_values=values_of, matrix=matrix)
     same = table._replace(keys=same_keys, values=same_values)
     came = torch.randn(2, batch, tokens, heads, head_dim).to(device, dtype)
     query = torch.randn(batch, heads * 2, head_dim).to(device, dtype)
@@ -563,7 +562,7 @@ def check_prefill(case: Prefill, dtype: torch.dtype, device: str) -> None:
     keys = torch.randn(batch, heads, columns, case.head_dim)
     values = torch.randn(batch, columns, heads, case.head_dim).transpose(1, 2)
     states = [part.to(device, dtype) for part in (query, keys, values)]
-    padding = None if case.padding is None else torch.tensor(case.padding, device=device)
+    padding = 0 if case.padding is None else torch.tensor(case.padding, device=device)
     span, scoring = Span(case.past, padding), _scoring(case, heads, device, dtype)
     window = None if case.recent is None else Window(case.sink, case.recent)
 
@@ -591,7 +590,7 @@ def check_prefill_blocks(padding: list[int] | None, dtype: torch.dtype, device: 
     states = [part.to(device, dtype) for part in (query, keys, values)]
     pads = padding or [0]
     by_position = [_by_position(part, pads, past + tokens + 2) for part in states[1:]]
-    span = Span(past, None if padding is None else torch.tensor(padding, device=device))
+    span = Span(past, 0 if padding is None else torch.tensor(padding, device=device))
     scoring = Scoring(head_dim**-0.5)
     blockwise = scoring._replace(sinks=torch.zeros(heads * group, device=device))  # sinks come once, after both
     block, after = span._replace(first=None, limit=limit), span._replace(past=past - limit, first=None)

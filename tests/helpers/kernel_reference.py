@@ -4,8 +4,7 @@ import torch
 
 from kvsurgery.templates.kv_codes import Tiles, dequantize, quantize, rotated
 from kvsurgery.templates.kv_layout import EVERY, TILE
-from kvsurgery.templates.kv_prefill import Span, Window
-from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_softmax import Scoring, Span, Window
 from kvsurgery.templates.kv_storage import HeadTable
 
 
@@ -88,9 +87,9 @@ def prefill_reference(
     """What `prefill` computes, with all keys and values by column from 0 on."""
     out = torch.zeros_like(query)
     group, tokens = query.shape[1] // keys.shape[1], query.shape[2]
-    sink, recent, _ = window or (0, EVERY, None)
+    sink, recent = (window.sink, window.recent) if window else (0, EVERY)
     for row in range(len(query)):
-        pad = 0 if span.padding is None else int(span.padding[row])
+        pad = int(span.padding[row]) if torch.is_tensor(span.padding) else span.padding
         column = torch.arange(span.past + tokens, device=query.device)
         own, age = column[span.past :, None] >= pad, column[span.past :, None] - column
         allowed = (age >= 0) & (column >= pad) & ((age < recent) | (column - pad < sink))

@@ -20,7 +20,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kvsurgery.templates import kv_decode  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
 from tests.helpers.kernel_cases import (  # noqa: E402
-    ACCUMULATED,
     FULL,
     VALUE_NORM,
     Compact,
@@ -49,7 +48,7 @@ CASES = [
     (90, "check_prefill", (Prefill(100, 140, 4, 64),)),
     (80, "check_flush", (Quantization(4), 128)),
     (80, "check_append", (2, 2)),
-    (80, "check_renew", (Renew((100,), 200, 4, 80, [0, 190], Selection(20, 3, "max", 70, ACCUMULATED)),)),
+    (80, "check_renew", (Renew((100,), 200, 4, 80, [0, 190], Selection(20, 3, "max", 70)),)),
 ]
 REST = [
     # with 32 programs some have slots of two rows, with 40 a row's parts take two rounds of the kernel that combines
@@ -172,7 +171,7 @@ HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
     "a warp reads the scales that it has stored itself, in the layout that this shape has": (
         lambda kernel, number: (
             kernel.name == "_move_codes_kernel"
-            and kernel.instructions[number].source.startswith("kv_store.py")
+            and kernel.instructions[number].source.startswith("kv_pack.py")
             and kernel.instructions[number - 1].opcode.startswith("st.global")
         )
     ),

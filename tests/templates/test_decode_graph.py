@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from kvsurgery.templates import kv_attention, kv_budget, kv_cuda, kv_graph, kv_hold
+from kvsurgery.templates import kv_attention, kv_budget, kv_cuda, kv_graph, kv_hold, kv_pack
 from tests.helpers.emitted import LOSSLESS, emitted
 from tests.helpers.families import largest, tokens
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference
@@ -78,15 +78,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kv_graph, "capturable", lambda states: True)
         monkeypatch.setattr(kv_graph, "capture", capture)
         monkeypatch.setattr(kv_cuda.kv_store, "append", kernel(append_reference))
-        monkeypatch.setattr(kv_cuda.kv_store, "flush", kernel(flush_reference))
+        monkeypatch.setattr(kv_pack, "flush", kernel(flush_reference))
         monkeypatch.setattr(kv_cuda.kv_decode, "decode", kernel(decode_reference))
         # only decode steps are looked at; the kernels that select again would take the interpreter a minute
         renew = kv_hold.HeldHeads.renew
         monkeypatch.setattr(kv_hold.HeldHeads, "renew", lambda heads, column, kernels: renew(heads, column))
         compact = kv_budget.BudgetedHeads.compact
         monkeypatch.setattr(kv_budget.BudgetedHeads, "compact", lambda *args: compact(*args[:-1]))
-        for name in ("causal", "streaming_from_start"):
-            monkeypatch.setattr(kv_cuda, name, getattr(kv_attention.kv_torch, name))
+        monkeypatch.setattr(kv_cuda, "attend", kv_attention.kv_torch.attend)
         return tapes
 
     return turn_on
@@ -113,7 +112,7 @@ def test_kernels_are_all_that_a_step_of_attention_launches(
     assert launched == [[append_reference, decode_reference]] * 3
 
 
-@pytest.mark.parametrize("kind", ["16 bit", "quantized", "budgeted", "held", "held, quantized", "held, accumulated"])
+@pytest.mark.parametrize("kind", ["16 bit", "quantized", "budgeted", "held", "held, quantized"])
 def test_steps_from_a_graph(kind: str, graphs) -> None:
     model = emitted("llama")
     section, new = model.config.kv_surgery, 45
@@ -124,8 +123,6 @@ def test_steps_from_a_graph(kind: str, graphs) -> None:
         section["layers"] = [{"blocks": [[1, 3]], "budgets": [4, 9, 150]}] * 4
     if "held" in kind:  # selections come between replays
         section["selection"]["hold"] = 6
-    if "accumulated" in kind:
-        section["selection"]["select"] = "accumulated"
     model = type(model)(model.config).eval()
     ids = tokens(2, 250)
     mask = torch.ones_like(ids)

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from transformers import DynamicCache
 
 from kvsurgery.heads.section import layout_section
-from kvsurgery.templates import kv_codes, kv_hold, kv_layout, kv_tiles, kv_token_codes
+from kvsurgery.templates import kv_codes, kv_layout, kv_tiles, kv_token_codes
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_codes import dequantize, quantize
@@ -36,14 +36,13 @@ WINDOW, HOLD = 3, 5
 SELECTION = {"window": WINDOW, "kernel_size": 3, "pool": "max", "hold": HOLD}
 BUDGETS = [[4, 6, 0], [3, 8, 1, 5]]
 TILED = [4, 38, 68]  # with tiles of 32 tokens
-TILES = (kv_layout, kv_codes, kv_tiles, kv_token_codes, kv_hold)  # which read how long a tile is
+TILES = (kv_layout, kv_codes, kv_tiles, kv_token_codes)  # which read how long a tile is
 LENGTH = 64  # columns of the longest cache
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2]}
 SECTIONS = {
     "16 bit": {},
     "mean pool, a block as long as the window": {"selection": SELECTION | {"pool": "avg", "hold": WINDOW}},
     "quantized": {"quantization": LOSSLESS | {"residual": 2}},
-    "accumulated": {"selection": SELECTION | {"select": "accumulated"}},
     "value norm": {"selection": SELECTION | {"select": "value-norm"}},
 }
 
@@ -159,7 +158,7 @@ class HoldMachine(CacheOperations):
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("llama", kind) for kind in SECTIONS] + [("gemma2", "16 bit"), ("gemma2", "accumulated")],
+    [("llama", kind) for kind in SECTIONS] + [("gemma2", "16 bit"), ("gemma2", "value norm")],
     ids=lambda value: value,
 )
 def test_any_operations(family, kind, monkeypatch):
@@ -353,8 +352,18 @@ def test_a_block_must_hold_the_window(held, hold):
 @pytest.mark.parametrize("selection", [{"select": "accumulated"}, {"select": "h2o", "hold": HOLD}, {"select": None}])
 def test_an_unknown_or_unfit_selection_is_refused(held, selection):
     held.config.kv_surgery["selection"] = {"window": WINDOW, "kernel_size": 3, "pool": "max"} | selection
-    with pytest.raises(ValueError, match="heads select by attention, accumulated, value-norm, accumulated only with"):
+    with pytest.raises(ValueError, match="heads select by attention or value-norm, got"):
         KVLayout.from_config(held.config)
+
+
+def test_accumulated_attention_of_earlier_versions_is_read_and_not_run(held):
+    """Bytes count a score of 4 bytes for each selected token, which such a checkpoint's own code keeps."""
+    plain = KVLayout.from_config(held.config)
+    held.config.kv_surgery["selection"] = SELECTION | {"select": "accumulated"}
+    layout = KVLayout.from_config(held.config)
+    assert layout.kv_bytes(1, 20, 100) - plain.kv_bytes(1, 20, 100) == 4 * 4 * (4 + 9 + 30)
+    with pytest.raises(ValueError, match="accumulated attention, which this code does not do; convert the original"):
+        CLASSES["llama"](held.config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -12,8 +12,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
 from kvsurgery.templates import kv_attention, kv_compact, kv_cuda, kv_softmax
-from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM
-from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.templates.kv_layout import VALUE_NORM
+from kvsurgery.templates.kv_softmax import Scoring, Span
 from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, emitted_class, in_parts
 from tests.helpers.families import FAMILIES, largest, stock, tokens
 from tests.helpers.kernel_reference import softmax
@@ -133,7 +133,7 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
     [
         ({}, LOSSLESS, True),
         (BUDGETED, None, True),
-        (held(ACCUMULATED), None, False),
+        (HELD, None, False),
         (held(VALUE_NORM), LOSSLESS, False),
         ({}, {**LOSSLESS, "scheme": "kivi", "group_size": None}, False),
         (WINDOWS, {**LOSSLESS, "residual": 0, "streaming": True}, False),
@@ -141,7 +141,7 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
     ids=[
         "quantized, padded",
         "budgeted, padded",
-        ACCUMULATED,
+        "held",
         VALUE_NORM,
         "kivi",
         "quantized windows",
@@ -209,12 +209,12 @@ def test_full_heads_get_the_same_whatever_is_fastest(past: int, softcap: float |
     prefill = kv_cuda.prefill
     monkeypatch.setattr(kv_cuda, "prefill", lambda *args, **options: launched.append(1) or prefill(*args, **options))
     exact = flash_attention(*(part.transpose(1, 2).double() for part in (query, keys, values)), 0.3, True, softcap)
-    found = [kv_cuda.causal(query, keys, values, 0, scoring)]  # SDPA, which has no soft cap
+    found = [kv_cuda.attend(query, keys, values, Span(past), scoring)]  # SDPA, which has no soft cap
     assert len(launched) == (softcap is not None)
-    found.append(kv_cuda.causal(query, keys, values, torch.zeros(2, dtype=torch.long), scoring))
+    found.append(kv_cuda.attend(query, keys, values, Span(past, torch.zeros(2, dtype=torch.long)), scoring))
     assert len(launched) == 1 + (softcap is not None)
     monkeypatch.setattr(kv_cuda, "flash_attn_func", flash_attention)
-    found.append(kv_cuda.causal(query, keys, values, 0, scoring))
+    found.append(kv_cuda.attend(query, keys, values, Span(past), scoring))
     assert len(launched) == 1 + (softcap is not None)
     for output in found:
         assert largest(output.double() - exact.transpose(1, 2), exact) <= 2e-3
@@ -229,4 +229,4 @@ def test_learned_sinks_are_left_to_the_kernel(past: int, monkeypatch) -> None:
     scoring = Scoring(0.3, sinks=torch.tensor([-3.0, 0.0, 2.0, 5.0]))
     exact = kv_softmax.causal(query.double(), keys.double(), values.double(), 0, scoring)
     monkeypatch.setattr(kv_cuda, "flash_attn_func", flash_attention)
-    assert largest(kv_cuda.causal(query, keys, values, 0, scoring).double() - exact, exact) <= 2e-3
+    assert largest(kv_cuda.attend(query, keys, values, Span(past), scoring).double() - exact, exact) <= 2e-3

@@ -21,8 +21,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kvsurgery.templates.kv_codes import empty_tiles  # noqa: E402
 from kvsurgery.templates.kv_decode import ALONE, decode  # noqa: E402
 from kvsurgery.templates.kv_layout import TILE, Quantization  # noqa: E402
-from kvsurgery.templates.kv_prefill import Span, Window, prefill  # noqa: E402
-from kvsurgery.templates.kv_softmax import Scoring  # noqa: E402
+from kvsurgery.templates.kv_prefill import prefill  # noqa: E402
+from kvsurgery.templates.kv_softmax import Scoring, Span, Window  # noqa: E402
 from kvsurgery.templates.kv_storage import HeadTable  # noqa: E402
 from tests.templates.test_kernel_resources import CUOBJDUMP, OLDEST, check, compiled  # noqa: E402, F401
 

@@ -28,12 +28,12 @@ from triton.backends.nvidia import compiler  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kvsurgery.templates import kv_compact, kv_decode, kv_kernels, kv_move, kv_packed, kv_reselect, kv_store  # noqa: E402
-from kvsurgery.templates.kv_codes import empty_tiles  # noqa: E402
+from kvsurgery.templates import kv_compact, kv_decode, kv_kernels, kv_move, kv_pack, kv_packed, kv_reselect, kv_store  # noqa: E402
+from kvsurgery.templates.kv_codes import empty_tiles, rotation  # noqa: E402
 from kvsurgery.templates.kv_hold import HeldHeads  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization, Selection  # noqa: E402
-from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
-from kvsurgery.templates.kv_softmax import Scoring  # noqa: E402
+from kvsurgery.templates.kv_prefill import prefill, prefill_with_lse  # noqa: E402
+from kvsurgery.templates.kv_softmax import Scoring, Span, Window  # noqa: E402
 from kvsurgery.templates.kv_storage import HeadTable  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
 
@@ -198,7 +198,7 @@ def test_decode_of_tiles(
     loads = 2 + 2 * (bits == 3) + scales, 2  # of packed units, of slots
     assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * kv_decode.STAGES
     check(compiled["_combine_kernel"], tmp_path, COMBINE_BLOCKS)
-    kv_store.flush(table, row)
+    kv_pack.flush(table, row)
     check(compiled["_flush_kernel"], tmp_path, 1, PACK_STACK if scheme == "per-token" else 0)
 
 
@@ -253,8 +253,7 @@ def test_compact(compiled: dict, quantization, dtype: torch.dtype, head_dim: int
     *((None, torch.bfloat16, 64, group, "attention") for group in (1, 7)),
     (None, torch.float16, 80, 4, "value-norm"),
     (None, torch.float32, 256, 1, "value-norm"),
-    (None, torch.bfloat16, 128, 4, "accumulated"),
-    *((Quantization(bits, "per-token", 32), torch.bfloat16, 128, 1, "accumulated") for bits in (8, 2)),
+    *((Quantization(bits, "per-token", 32), torch.bfloat16, 128, 1, "attention") for bits in (8, 2)),
     (Quantization(8, "per-token"), torch.bfloat16, 256, 4, "attention"),
 )
 def test_renew(
@@ -268,9 +267,7 @@ def test_renew(
         stored = empty_tiles(states, 64, quantization), each, torch.zeros_like(row), None, quantization
         table = HeadTable(states, states, each, each, each, each, row, *stored)
     scoring = Scoring(0.1, 30.0 if group == 1 else None, sinks=torch.zeros(heads * group) if group == 8 else None)
-    earlier = kv_reselect.Accumulated(torch.zeros(batch, 64), torch.zeros(heads + 1, dtype=torch.int32))
-    scores = earlier if select == "accumulated" else None
-    kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring, scores)
+    kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring)
     kv_move.move(table, kept, 1000)
     # without matrix units, dot products in float32 spill; heads select once for many tokens
     spilled = 0 if dtype != torch.float32 else 192 if head_dim == 128 else 1280
@@ -373,9 +370,10 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     )
     tiles = empty_tiles(states[0], 1, quantization)
     packed = table._replace(tiles=tiles, first_tiles=one, packed=row, quantization=quantization)
-    packed = packed._replace(rotated_keys=1, rotated_values=1)
+    matrix = rotation(6, torch.float32, states.device)
+    packed = packed._replace(rotated_keys=1, rotated_values=1, matrix=matrix)
     prompt = states[:, :, 1:]
-    kv_store.flush(packed, row)
+    kv_pack.flush(packed, row)
     for each in (table, packed):
         kv_store.append(each, row, query[0], query, query)
         kv_decode.decode(query[0], each, row, scoring, programs=1)
