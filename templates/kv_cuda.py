@@ -57,7 +57,10 @@ def attend(
     scoring: Scoring,
     window: Window | None = None,
 ) -> torch.Tensor:
-    """As `kv_torch.attend`: flash attention if installed, SDPA where nothing is padded, the kernel otherwise."""
+    """Causal attention of several tokens per row, by flash attention, SDPA where nothing is padded, or a kernel.
+
+    Arguments and result are those of `kv_torch.attend`.
+    """
     assert span.limit is None  # which only `attend_with_lse` has
     if window is not None:
         assert not window.chunked  # the kernels know no chunks
@@ -87,5 +90,8 @@ def attend(
 def attend_with_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kv_torch.attend_with_lse`."""
+    """Attention over full heads, or a block of their past, with the log-sum-exp of the scores, without sinks.
+
+    Arguments and results are those of `kv_torch.attend_with_lse`.
+    """
     return prefill_with_lse(query, keys, values, span, scoring)

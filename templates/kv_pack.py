@@ -217,8 +217,10 @@ def flush(table: HeadTable, confirmed: torch.Tensor) -> None:
 
 
 def flush_due(groups: Sequence[Any], table: HeadTable, settled: int) -> None:
-    """Pack the tiles that are due of a table's heads, which are in these groups; no column before `settled` is taken
-    back."""
+    """Pack the tiles that are due of a table's heads, which are in these groups.
+
+    No column before `settled` is taken back.
+    """
     while any(group.due() for group in groups):
         flush(table, settled - table.skipped)
         for group in groups:

@@ -218,8 +218,10 @@ class QuantizedGroup(HeadGroup):
             yield rows, [(begin, end) for begin, end in spans if begin < end]
 
     def blocks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Rows, and their keys and values [rows, heads, n, head_dim] of heads that see all of them, dequantized a block
-        at a time. Rows come together where they have equally many."""
+        """Rows, and their keys and values [rows, heads, n, head_dim], dequantized a block at a time.
+
+        They are of heads that see all of them. Rows come together where they have equally many.
+        """
         first_token = 0
         tiles, max_tiles = self.packed_tiles(), self.tiles_at_once(self.keys.shape[0])
         for parts in zip(*(part.split(max_tiles, 2) for part in tiles), strict=True):

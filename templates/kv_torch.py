@@ -109,10 +109,10 @@ def attend(
 def attend_with_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attend` over full heads, or a block of their past, with the log-sum-exp of the scores, without sinks.
+    """Attention over full heads, or a block of their past, with the log-sum-exp of the scores, without sinks.
 
     Returns:
-        As `attend`; and float32 [batch, query_heads, tokens].
+        That of `attend`; and float32 [batch, query_heads, tokens].
     """
     if span.limit is None:
         visible = by_column(span.padding) if span.first is not None else by_position(span.padding)

@@ -20,7 +20,7 @@ from kvsurgery.heads.kinds import (
     kinds_of,
     unquantized,
 )
-from kvsurgery.recipe import OF_REST
+from kvsurgery.recipe import TABLES
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout, Quantization, Selection
 from tests.templates.test_kv_layout import BUDGETS, SELECTION, config
 
@@ -67,7 +67,7 @@ def test_which_kinds_are_not_quantized() -> None:
 
 
 def test_what_the_remaining_heads_may_become() -> None:
-    assert [*Rest.__args__] == [kind.name for kind in OTHERS] == [*OF_REST]
+    assert [*Rest.__args__] == [kind.name for kind in OTHERS] == [name for name in TABLES if name in Rest.__args__]
     assert [kind for kind in KINDS if kind is not FULL and not kind.own] == [*OTHERS]
 
 

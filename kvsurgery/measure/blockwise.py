@@ -58,10 +58,8 @@ def streaming(
 
     def block(start: int) -> torch.Tensor:
         stop = start + kv_softmax.BLOCK
-        sinks, before, own_states = (
-            [states[:, :, rows] for states in (key, value)]
-            for rows in (slice(sink), slice(max(start - recent + 1, 0), start), slice(start, stop))
-        )
+        rows = (slice(sink), slice(max(start - recent + 1, 0), start), slice(start, stop))
+        sinks, before, own_states = [[states[:, :, part] for states in (key, value)] for part in rows]
         window = Window(sink, recent, sinks, before, chunked)
         return checkpointed(kv_softmax.streaming, query[:, :, start:stop], *own_states, Span(start), scoring, window)
 

@@ -83,7 +83,7 @@ def fit(
         raise PolicyError("`fit` is missing: give the memory and the context")
     cache = recipe.cache or Cache()
     base_recipe = recipe.changed(rest=recipe.rest or usual_rest(profile, budgets), fit=None, kv_bits=8)
-    budget = LEAST_BUDGET if base_recipe.budgeted else None
+    budget = None if base_recipe.streaming else LEAST_BUDGET
     # raises what is wrong with the recipe before anything is priced
     checked_recipe = base_recipe.changed(full_heads=0, budget=budget, kv_bits=8 if cache.streaming else None)
     beta = decide(profile, model, checked_recipe, budgets).options.get("beta")
@@ -125,7 +125,7 @@ def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand:
     hint = "shorten `fit.context`, lower `fit.batch` or `fit.chunk`, or raise `devices.tp`"
     if footprint.positions is not None and footprint.positions < demand.context:
         hint = f"`fit.context` is beyond the {footprint.positions} positions that the model was made for; {hint}"
-    if any(candidate.rest == "budgeted" for candidate in candidates):
+    if any(candidate.budget for candidate in candidates):
         hint += "; or set `rest` to streaming, since budgeted heads hold a prompt until its end"
     return PolicyError(
         f"nothing fits in {size(demand.memory)}: the smallest policy takes {size(smallest.total)}, "

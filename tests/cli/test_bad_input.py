@@ -146,7 +146,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
     "unknown family": (config(model_type="gpt2"), "'gpt2' is not supported; supported: .*gemma2, .*qwen3_moe"),
     "no family": (config(model_type=...), "model_type None is not supported"),
     "not a causal model": (config(architectures=["LlamaForSequenceClassification"]), "must be one of .*CausalLM"),
-    "quantized": (config(quantization_config={"quant_method": "gptq"}), "quantized; give the original"),
+    "quantized": (config(quantization_config={"quant_method": "hqq"}), "quantized by .hqq.; converted are"),
     "quantized in blocks": (quantized_blocks, "q_proj.weight' is F8_E4M3; conversion supports"),
     "pickles only": (
         only("config.json", "pytorch_model.bin"),
@@ -274,7 +274,6 @@ def test_an_empty_name_is_no_file(here: Path, arguments: tuple[str, ...]) -> Non
         ((*BUDGETED, 9, "--window", 10**30), r"--window must lie in \[1, "),
         ((*BUDGETED, 9, "--kernel-size", 4), "--kernel-size must be odd"),
         ((*BUDGETED, 9, "--kernel-size", 10**30 + 1), "--kernel-size must be odd and in"),
-        ((*BUDGETED, 9, "--select", "accumulated"), "--select accumulated requires --hold"),
         ((*BUDGETED, 9, "--hold", 7), r"--hold must lie in \[8, .*: the observation window, --window, must fit into"),
     ],
 )
