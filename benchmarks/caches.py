@@ -91,7 +91,7 @@ def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel
     model = Model.of(config).dimensions
     scores = np.ones((model.layers, model.kv_heads), dtype=np.float32)
     prepared = PreparedConversion.prepare(
-        source, HeadProfile(scores, "ablation", "kv", str(source), model), Recipe.of(sparsity=0.0)
+        source, HeadProfile(scores, "ablation", "kv", str(source), model), Recipe.of(sparsity=0.0, quantized=True)
     )
     convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()

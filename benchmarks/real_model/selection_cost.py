@@ -14,7 +14,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,8 @@ def recipes() -> dict[str, Recipe]:
     for block in BLOCKS:
         unquantized = Recipe.of(rest="budgeted", budget=MOST - Budgeted().window - block, hold=block)
         by_name[f"unquantized, blocks of {block}"] = unquantized
-        by_name[f"4 bits, blocks of {block}"] = replace(
-            unquantized, kv_bits=4, kv_scheme="per-token", kv_residual=block
-        )
+        quantized = unquantized.changed(kv_bits=4, kv_scheme="per-token", kv_residual=block)
+        by_name[f"4 bits, blocks of {block}"] = quantized
     return by_name
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -122,10 +121,10 @@ def test_caches_of_as_many_tokens_take_as_many_bytes(
     plain = Recipe.of(rest="budgeted", budget=34, hold=8)
     for bits in (4, 2):  # as many bytes as fit, in 16 bit
         [budget] = (int(name.split()[2]) for name in found if name.endswith(f"{bits} bits"))
-        how = replace(plain, kv_bits=bits, kv_scheme="per-token", kv_residual=8)
+        how = plain.changed(kv_bits=bits, kv_scheme="per-token", kv_residual=8)
         taken = [
             long_answers._bytes(Path(command[1]), profile, recipe)
-            for recipe in (replace(how, budget=budget), plain, replace(how, budget=budget + 1))
+            for recipe in (how.changed(budget=budget), plain, how.changed(budget=budget + 1))
         ]
         assert taken[0] <= taken[1] < taken[2]
     assert not any("kvpress" in name for name in found)  # it is not installed here
@@ -263,11 +262,11 @@ def test_the_docs_say_what_caches_take_in_16_bit() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "long-answers.json").read_text())
     profile = HeadProfile.load(ROOT / "examples" / "smollm2" / "er.safetensors")
     plain = Recipe.of(rest="budgeted", budget=216, hold=32)
-    packed = replace(plain, kv_bits=4, kv_scheme="per-token", kv_residual=32)
+    packed = plain.changed(kv_bits=4, kv_scheme="per-token", kv_residual=32)
     recipes = {
         "budgets of 216 that hold, blocks of 32": plain,
-        "budgets of 451 that hold, 4 bits": replace(packed, budget=451),
-        "budgets of 674 that hold, 2 bits": replace(packed, budget=674, kv_bits=2),
+        "budgets of 451 that hold, 4 bits": packed.changed(budget=451),
+        "budgets of 674 that hold, 2 bits": packed.changed(budget=674, kv_bits=2),
     }
     for name, recipe in recipes.items():
         layout = decide(profile, ModelLayers((None,) * profile.model.layers), recipe, None, None).layout
