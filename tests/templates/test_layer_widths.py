@@ -109,7 +109,7 @@ def test_a_saved_checkpoint_keeps_the_bits(differing, tmp_path) -> None:
 
 def test_bits_for_one_call_are_those_of_every_layer(differing) -> None:
     model, stored = differing[0.5].model, {width for width in bits(differing[0.5]) if width}
-    requested = module_of(model, "kv_generation").requested_quantization
+    requested = module_of(model, "kv_kinds").quantized_code().requested_quantization
     for width in (8, 4, 3, 2):
         steps = {"rotate": "both", "clip": False} if width in stored else {}
         expected = Quantization(width, residual=RESIDUAL, **steps)

@@ -254,7 +254,7 @@ class TestAsTransformersAsksForIt:
     )
     def test_its_words(self, mixed, asked, expected):
         model = mixed("qwen3").model
-        found = module_of(model, "kv_generation").requested_quantization(asked, model.config)
+        found = module_of(model, "kv_kinds").quantized_code().requested_quantization(asked, model.config)
         assert vars(found) == vars(expected)
 
     @pytest.mark.parametrize(
