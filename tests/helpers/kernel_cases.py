@@ -240,7 +240,8 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
     query = torch.randn(len(lengths), len(kinds) * case.group, head_dim).to(dtype)
     sinks, rings, recents = (torch.tensor(of, dtype=torch.int32) for of in zip(*kinds, strict=True))
     turned = case.heads if quantization.rotate != "none" else 0
-    stored = tiles, first_tiles, packed, counts if case.window else None, quantization, 0, turned
+    matrix = rotation(head_dim, torch.float32, keys.device) if turned else None
+    stored = tiles, first_tiles, packed, counts if case.window else None, quantization, 0, turned, matrix
     table = moved(HeadTable(keys, values, offsets, sinks, rings, recents, skipped(lengths), *stored), device)
     query, scoring = query.to(device), _scoring(case, len(kinds), device, dtype)
     check_decoded(decode(query, table, columns(device), scoring, case.programs), query, table, columns(device), scoring)
