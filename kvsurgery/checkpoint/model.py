@@ -62,6 +62,12 @@ class Model(ModelAttention):
             return self.family.role(tensor.name)
         return self.quantization.role(self.family, tensor)
 
+    def plain_weight(self, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+        """The name and the shape of the weight that a tensor holds, quantized or not."""
+        if self.quantization is None:
+            return tensor.name, tensor.shape
+        return self.quantization.plain_weight(tensor)
+
     def is_beyond(self, layer: int | None) -> bool:
         """Whether a layer follows the model's last one and is copied: it predicts further tokens.
 

@@ -110,6 +110,19 @@ class Quantization:
             per.append(number or Fraction(1))
         return Role(role.layer, part, tuple(shape), tuple(per))
 
+    def plain_weight(self, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+        """The name of the weight that a tensor of codes stands for, and its outputs and inputs, as far as known."""
+        suffix = self._suffix(tensor.name)
+        if suffix is None or suffix != self.layout.weight:
+            return tensor.name, tensor.shape
+        lengths: dict[str, int] = {}
+        for axis, length in zip(self.layout.tensors[suffix], tensor.shape, strict=False):
+            name, _, unit = axis.partition("/")
+            is_packed = unit and tensor.dtype not in ATTENTION_DTYPES
+            lengths[name] = int(length * (self.numbers[unit] or 1)) if is_packed else length
+        shape = tuple(lengths[name] for name in AXES if name in lengths)
+        return tensor.name.removesuffix(suffix) + self.layout.plain, shape
+
     def plain_names(self, tensors: Iterable[str]) -> list[str]:
         """The names of tensors of the layout as those of the weights that they stand for, without what lies beside."""
         names: list[str] = []
@@ -231,7 +244,7 @@ def _modelopt(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | No
 
 
 def _mxfp4(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
-    return "mxfp4", {}
+    return "mxfp4", {"group": Fraction(32)}
 
 
 _READERS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvsurgery.checkpoint.dtype import ITEMSIZES, STORED, loading_dtype
 from kvsurgery.checkpoint.experts import EXPERTS_PER_TOKEN
-from kvsurgery.checkpoint.headers import DTYPES, Tensor
+from kvsurgery.checkpoint.headers import Tensor
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.role import Role
 from kvsurgery.checkpoint.source import Checkpoint
@@ -82,17 +82,18 @@ class Footprint:
             for tensor in checkpoint.tensors
             if not (is_tied and tensor.name == "lm_head.weight") and not model.is_beyond(model.role(tensor).layer)
         ]
-        is_fused = any(tensor.name.endswith("mlp.gate_up_proj.weight") for tensor in tensors)
+        weights = [model.plain_weight(tensor) for tensor in tensors]
+        is_fused = any(name.endswith("mlp.gate_up_proj.weight") for name, _ in weights)
         itemsize = ITEMSIZES[loading_dtype(checkpoint.config, checkpoint.shards)]
         inner, vocabulary = 0, 0
-        for tensor in tensors:
-            width = tensor.shape[-1] if tensor.shape else 0
-            if tensor.name.endswith("embed_tokens.weight"):
-                vocabulary = tensor.size * 8 // DTYPES[tensor.dtype] // max(width, 1)
-            elif ALL_EXPERTS.fullmatch(tensor.name):
-                experts, local_inner = tensor.shape[0], -(-tensor.shape[1] // processes)
+        for name, shape in weights:
+            width = shape[-1] if shape else 0
+            if name.endswith("embed_tokens.weight"):
+                vocabulary = math.prod(shape) // max(width, 1)
+            elif ALL_EXPERTS.fullmatch(name):
+                experts, local_inner = shape[0], -(-shape[1] // processes)
                 inner = max(inner, experts * (hidden + max(4 * local_inner, hidden + 3 * local_inner)))
-            elif match := DOWN.fullmatch(tensor.name):
+            elif match := DOWN.fullmatch(name):
                 # the gate after its activation, up, and their product; a fused gate lives as long as its up
                 local_inner = -(-width // processes)
                 elements = (4 if match[1] else 3) * local_inner

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.revert import revert
 from kvsurgery.conversion.verify import verify
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.policy.memory import Footprint
 from tests.helpers.families import largest, make, tokens
 from tests.helpers.quantized import FORMATS, matrices, quantize
 from tests.helpers.surgery import Converted, convert_folder, random_profile
@@ -113,6 +115,18 @@ def test_transformers_loads_them(tmp_path: Path, name: str) -> None:
             assert largest(model(ids).logits - wanted, wanted) < 0.02
     config = json.loads((converted.folder / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_memory_counts_what_is_stored_and_what_is_computed(tmp_path: Path, name: str) -> None:
+    plain = make("llama", tmp_path / "plain", **LARGE)
+    source = make("llama", tmp_path / "source", **LARGE)
+    quantize(source, name)
+    found, expected = (Footprint.of(Checkpoint.open(folder)) for folder in (source, plain))
+    assert (found.inner, found.hidden, found.vocabulary) == (expected.inner, expected.hidden, expected.vocabulary)
+    assert found.itemsize == 2
+    stored = (source / "model.safetensors").stat().st_size
+    assert 0.8 * stored < found.weights <= stored  # scales are loaded in 16 bits
 
 
 def test_published_gpt_oss(tmp_path: Path) -> None:
