@@ -151,7 +151,7 @@ def test_a_cache_made_anew_where_rope_changes_is_as_large_as_predicted(tmp_path)
 
 
 def test_a_requested_quantization_outlives_a_change_of_rope(tmp_path):
-    model = convert_folder(longrope(tmp_path / "phi3"), tmp_path / "out", sparsity=0.0).load()
+    model = convert_folder(longrope(tmp_path / "phi3"), tmp_path / "out", sparsity=0.0, quantized=True).load()
     config = {"nbits": 8, "q_group_size": 6, "residual_length": 1, "axis_key": 0}
     options = GREEDY | REPORT | {"max_new_tokens": 20, "cache_implementation": "quantized", "cache_config": config}
     cache = model.generate(tokens(1, 25), **options)[CACHE]
