@@ -51,7 +51,7 @@ def open_adapter(folder: Path, base_config: Mapping[str, Any]) -> Checkpoint:
         raise UnsupportedModel(f"{folder} is an adapter of type {kind}, and only LoRA is converted; {MERGE}")
     for name in REFUSED:
         if settings.get(name):
-            raise UnsupportedModel(f"{folder} / {ADAPTER_CONFIG} has {name}, which is not converted; {MERGE}")
+            raise UnsupportedModel(f"{folder / ADAPTER_CONFIG} has {name}, which is not converted; {MERGE}")
     _check_base(folder, settings.get("base_model_name_or_path"))
     states = survey(folder)
     if not (folder / ADAPTER_WEIGHTS).exists():

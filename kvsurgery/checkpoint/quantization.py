@@ -56,12 +56,10 @@ class Quantization:
         layout: its layout.
         numbers: by what follows a slash in the layout, how many outputs or inputs lie in one element; where it is None,
             all of them do.
-        stores_kv_scales: whether scales for a KV cache in 8 bits are stored beside the weights.
     """
 
     layout: Layout
     numbers: Mapping[str, Fraction | None]
-    stores_kv_scales: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Quantization | None:
@@ -83,8 +81,7 @@ class Quantization:
                 f"its weights are quantized by {short(method)}; converted are {', '.join(_READERS)}; {ORIGINAL}"
             )
         name, numbers = reader(settings)
-        kv = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
-        return cls(load_layout(name), numbers, kv is not None)
+        return cls(load_layout(name), numbers)
 
     def role(self, family: Family, tensor: Tensor) -> Role:
         """The role of a tensor.
@@ -182,10 +179,10 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fra
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(f"config.json: {KEY} has no config_groups")
-    kinds = {_scheme(group) for group in groups.values()}
-    if len(kinds) > 1:
+    first, *others = map(_scheme, groups.values())
+    if any(other != first for other in others):
         raise UnsupportedModel(f"config.json: {KEY} has config_groups of several layouts; {ORIGINAL}")
-    [(name, bits, is_float, size, block)] = kinds
+    name, bits, is_float, size, block = first
     numbers: dict[str, Fraction | None] = {"packed": Fraction(8 if is_float else INTEGER, bits)}
     if name == "block":
         numbers |= _block(block, "block_structure")
@@ -201,7 +198,7 @@ def _scheme(group: Any) -> tuple[str, int, bool, Any, Any]:
         raise CheckpointError(f"config.json: {KEY} has a config group without weights")
     strategy = weights.get("strategy")
     names = {"tensor": "tensor", "channel": "channel", "block": "block", "group": "group", "tensor_group": "group"}
-    if strategy not in names:
+    if not isinstance(strategy, str) or strategy not in names:
         raise UnsupportedModel(f"config.json: {KEY} has the strategy {short(strategy)}; {ORIGINAL}")
     bits = _number(weights, "num_bits")
     name = names[strategy]
@@ -209,8 +206,7 @@ def _scheme(group: Any) -> tuple[str, int, bool, Any, Any]:
         return "group", bits, weights.get("type") == "float", -1, None
     if name == "group" and weights.get("actorder") in ("group", True):
         name = "act-order"
-    block = weights.get("block_structure")
-    return name, bits, weights.get("type") == "float", weights.get("group_size"), block and tuple(block)
+    return name, bits, weights.get("type") == "float", weights.get("group_size"), weights.get("block_structure")
 
 
 def _gptq(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
@@ -236,7 +232,7 @@ def _awq(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
 
 def _modelopt(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
     algorithm = settings.get("quant_algo")
-    if algorithm not in MODELOPT:
+    if not isinstance(algorithm, str) or algorithm not in MODELOPT:
         raise UnsupportedModel(
             f"its weights are in ModelOpt's {short(algorithm)}; converted are {', '.join(MODELOPT)}; {ORIGINAL}"
         )

@@ -11,6 +11,7 @@ from kvsurgery.conversion.convert import ConvertReport, convert
 from kvsurgery.conversion.converted import read_provenance
 from kvsurgery.conversion.plan import Plan, plan_moves
 from kvsurgery.emit.config import to_json
+from kvsurgery.errors import CheckpointError
 
 
 def convert_adapter(
@@ -33,6 +34,8 @@ def convert_adapter(
         OutputError: `out` cannot be used or written, or holds something else.
     """
     provenance = read_provenance(converted)
+    if CONFIG not in provenance.originals:
+        raise CheckpointError(f"{converted} is a converted adapter; give the converted checkpoint that it is for")
     config = json.loads(provenance.originals[CONFIG])
     checkpoint = open_adapter(adapter, config)
     moves = plan_moves(checkpoint.tensors, checkpoint.model, provenance.permutation, adapter_role)

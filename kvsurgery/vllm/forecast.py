@@ -124,8 +124,8 @@ def servable_layout(config: Any) -> KVLayout:
             )
     if any(layer.budgets for layer in layout.layers):
         raise ValueError("vLLM cannot serve budgeted heads; use transformers with trust_remote_code=True")
-    weights = setting(config, KEY) or {}
-    if weights.get("kv_cache_scheme") or weights.get("kv_cache_quant_algo"):
+    weights = setting(config, KEY)
+    if isinstance(weights, Mapping) and (weights.get("kv_cache_scheme") or weights.get("kv_cache_quant_algo")):
         raise ValueError(
             f"vLLM would quantize the KV cache with scales that split heads do not have; remove these from {KEY} "
             "of the original, or use transformers with trust_remote_code=True"

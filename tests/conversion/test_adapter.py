@@ -204,6 +204,8 @@ def test_what_is_no_pair(converted, checkpoint, of_llama, tmp_path):
     convert_adapter(adapter, converted.folder, out)
     with pytest.raises(CheckpointError, match="already converted"):
         convert_adapter(out, converted.folder, tmp_path / "twice")
+    with pytest.raises(CheckpointError, match="a converted adapter"):
+        convert_adapter(adapter, out, tmp_path / "more")
     with pytest.raises(CheckpointError, match=r"kvsurgery\.json"):
         convert_adapter(adapter, checkpoint("llama-bias"), tmp_path / "more")
     with pytest.raises(CheckpointError, match=CONFIG.replace(".", r"\.")):

@@ -197,6 +197,25 @@ LIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "nonsense bits": ("gptq-4", {"bits": 0}, {}, "bits"),
     "nonsense group": ("gptq-4", {"group_size": "all"}, {}, "group_size"),
     "nonsense block": ("fp8-block", {"weight_block_size": [0, 128]}, {}, "weight_block_size"),
+    "a list for a strategy": (
+        "compressed-int4",
+        {"config_groups": {"a": {"weights": {"num_bits": 4, "strategy": ["group"]}}}},
+        {},
+        "strategy",
+    ),
+    "a number for a block": (
+        "compressed-fp8-block",
+        {"config_groups": {"a": {"weights": {"num_bits": 8, "strategy": "block", "block_structure": 128}}}},
+        {},
+        "block_structure",
+    ),
+    "a list for a group size": (
+        "compressed-int4",
+        {"config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "group", "group_size": [64]}}}},
+        {},
+        "group_size",
+    ),
+    "a list for an algorithm": ("modelopt-fp8", {"quant_algo": ["FP8"]}, {}, "FP8"),
     "an algorithm": ("modelopt-fp8", {"quant_algo": "FP8_PB_WO"}, {}, "FP8_PB_WO"),
 }
 
