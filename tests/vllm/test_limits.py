@@ -49,7 +49,16 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
     return SimpleNamespace(**{**parts, **changes})
 
 
+def with_kv_scales(name: str) -> Any:
+    """vLLM's config of a checkpoint whose original has scales for a KV cache of 8 bits."""
+    result = settings()
+    result.model_config.hf_config.quantization_config = {"quant_method": "fp8", name: {"num_bits": 8}}
+    return result
+
+
 REFUSED = {
+    "scales of the KV cache": (with_kv_scales("kv_cache_scheme"), "scales that split heads do not have"),
+    "ModelOpt's scales": (with_kv_scales("kv_cache_quant_algo"), "scales that split heads do not have"),
     "budgets": (
         settings({"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}),
         "budgeted heads; use transformers",
