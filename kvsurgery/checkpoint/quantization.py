@@ -4,7 +4,7 @@ A file in `patches/quantization/` describes one layout. `weight` is what the nam
 `plain`, and `beside` lists what a module with codes has too. In `tensors`, the axes of each tensor follow: those of the
 `outputs` and the `inputs` of the weight, or `other`; after a slash stands how many of them lie in one element. A
 tensor without axes is copied. `packages` are those that transformers needs to load the layout; where `transformers` is
-false, it loads something else.
+false, it computes something else.
 
 Nothing is quantized again: whole elements move, so heads whose weights do not fill whole elements cannot.
 """
@@ -149,6 +149,31 @@ class Quantization:
     def _suffix(self, name: str) -> str | None:
         """What the name of a tensor of the layout ends with."""
         return next((suffix for suffix in sorted(self.layout.tensors, key=len)[::-1] if name.endswith(suffix)), None)
+
+
+def check_known(config: Mapping[str, Any], source: object) -> None:
+    """Check that the installed transformers knows the method that a checkpoint's weights are quantized by.
+
+    It only warns of one that it does not know, and takes codes for weights.
+
+    Args:
+        config: of the checkpoint.
+        source: its name in an error.
+
+    Raises:
+        UnsupportedModel: it does not.
+    """
+    settings = config.get(KEY)
+    if not isinstance(settings, Mapping) or settings.get("quant_method") is None:
+        return
+    from transformers import __version__
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    if not AutoHfQuantizer.supports_quant_method(dict(settings)):
+        raise UnsupportedModel(
+            f"transformers {__version__} takes the codes of {source} for weights, as it does not know the method "
+            f"{short(settings['quant_method'])}; serve it with vLLM, or {ORIGINAL}"
+        )
 
 
 @cache

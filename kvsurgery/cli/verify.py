@@ -46,7 +46,8 @@ def verify(
     kvsurgery verify ./llama3-duo --source ./llama3 --logits
     kvsurgery verify ./llama3-duo --hashes
     """
-    from kvsurgery.checkpoint.source import ADAPTER_CONFIG, weight_bytes
+    from kvsurgery.checkpoint.quantization import check_known
+    from kvsurgery.checkpoint.source import ADAPTER_CONFIG, read_config, weight_bytes
     from kvsurgery.cli.source import source_folder
     from kvsurgery.conversion.engine import JOBS
     from kvsurgery.conversion.verify import verify
@@ -57,6 +58,8 @@ def verify(
         raise click.UsageError("--dtype requires --logits")
     if logits and (folder / ADAPTER_CONFIG).exists():
         raise click.UsageError(f"--logits compares models, and {folder} is an adapter; leave it out")
+    if logits:
+        check_known(read_config(folder), folder)
     original = None if source is None else source_folder(source, folder)
     folders = [folder] if original is None else [folder, original]
     try:

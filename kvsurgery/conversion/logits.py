@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from kvsurgery.checkpoint.quantization import check_known
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import Mismatch
@@ -41,9 +42,12 @@ def compare_logits(folder: str | Path, dtype: str = "auto") -> LogitsReport:
 
     Raises:
         Mismatch: the difference exceeds the bound.
+        UnsupportedModel: quantized weights that transformers does not know.
     """
+    source_config = read_config(folder)
+    check_known(source_config, folder)
     config = transformers.AutoConfig.from_pretrained(folder)
-    auto = getattr(transformers, auto_class(read_config(folder)))
+    auto = getattr(transformers, auto_class(source_config))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.get_text_config().vocab_size, (1, PROMPT + STEPS), generator=generator)
     # eager: stock SDPA leaves the soft cap of some families out

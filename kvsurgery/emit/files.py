@@ -8,6 +8,7 @@ from typing import Any
 
 from kvsurgery.checkpoint.dtype import loading_dtype
 from kvsurgery.checkpoint.files import reading
+from kvsurgery.checkpoint.quantization import Quantization
 from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.emit.card import model_card
@@ -42,7 +43,8 @@ def emit(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile | None) ->
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     with reading(readme):
         original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    files = code_files(family, Needs.of(policy))
+    weights = Quantization.of(config)
+    files = code_files(family, Needs.of(policy, None if weights is None else weights.layout))
     side_code = SideCode.of(checkpoint.folder)
     for name in side_code.files.keys() & files.keys():
         raise CheckpointError(

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.quantization import Layout
 from kvsurgery.emit.rendering import template_environment
 from kvsurgery.policy.policy import Policy
 from kvsurgery.system.resources import TEMPLATES
@@ -26,10 +27,11 @@ class Needs:
     holds: bool = False  # their budgets hold after the prompt
     quantized: bool = False  # tokens are stored as codes, or may be
     kernels: bool = True  # in Triton
+    engine: str = ""  # what its weights are, if transformers takes their codes for weights
 
     @classmethod
-    def of(cls, policy: Policy) -> Needs:
-        """What a policy's checkpoint needs."""
+    def of(cls, policy: Policy, weights: Layout | None = None) -> Needs:
+        """What a policy's checkpoint needs, whose quantized weights have a layout."""
         layers = policy.layout.layers
         return cls(
             reform=policy.reform is not None,
@@ -37,6 +39,7 @@ class Needs:
             holds=any(layer.budgets and layer.holds for layer in layers),
             quantized=policy.recipe.code.quantized or any(layer.quantization for layer in layers),
             kernels=policy.recipe.code.kernels,
+            engine=weights.title if weights and not weights.transformers else "",
         )
 
 

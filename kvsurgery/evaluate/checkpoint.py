@@ -21,6 +21,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.model_code import lacks_code, note_model_code, saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
+from kvsurgery.checkpoint.quantization import check_known
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import CheckpointError, UnsupportedModel, needs_trust, not_loaded, untrusted
@@ -107,9 +108,10 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
 
     Raises:
         CheckpointError: it cannot be loaded, or was not converted for this many processes.
-        UnsupportedModel: a family without a patch.
+        UnsupportedModel: a family without a patch, or quantized weights that transformers does not know.
     """
     config = read_config(folder)
+    check_known(config, folder)
     converted = "kv_surgery" in config
     if converted and not stock:
         if lacks_code(Path(folder), config):

@@ -17,6 +17,7 @@ from kvsurgery import hub
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.model_code import note_model_code
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
+from kvsurgery.checkpoint.quantization import check_known
 from kvsurgery.checkpoint.source import CONFIG, read_config
 from kvsurgery.conversion.converted import original_fingerprint
 from kvsurgery.errors import CheckpointError, UnsupportedModel, needs_trust, not_loaded, untrusted
@@ -81,7 +82,8 @@ class MeasuredModel:
 
         Raises:
             CheckpointError: not a checkpoint, or one that was converted and then saved again.
-            UnsupportedModel: a family without a patch, or KV heads that this many processes cannot share evenly.
+            UnsupportedModel: a family without a patch, quantized weights that transformers does not know, or KV heads
+                that this many processes cannot share evenly.
             KVSurgeryError: this version of transformers cannot share layers so.
         """
         local_folder, provenance = checkpoint_folder(source), None
@@ -92,6 +94,7 @@ class MeasuredModel:
         else:
             origin = ModelOrigin.of_folder(folder)
         config = read_config(folder)
+        check_known(config, source)
         note_model_code(config)
         if "kv_surgery" in config:
             provenance = _provenance(folder, source)
@@ -114,7 +117,7 @@ class MeasuredModel:
         try:
             model_class = getattr(transformers, [*known.family.classes][-1])
             model = model_class.from_pretrained(weights, dtype=dtype, **hub_options, **parallel).to(device).eval()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             raise not_loaded(source, error) from error
         return cls(
             model.requires_grad_(False),

@@ -14,9 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.conversion.logits import compare_logits
 from kvsurgery.conversion.revert import revert
 from kvsurgery.conversion.verify import verify
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.evaluate.checkpoint import load
+from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.policy.memory import Footprint
 from tests.helpers.families import largest, make, tokens
 from tests.helpers.quantized import FORMATS, matrices, quantize
@@ -127,6 +130,25 @@ def test_memory_counts_what_is_stored_and_what_is_computed(tmp_path: Path, name:
     assert found.itemsize == 2
     stored = (source / "model.safetensors").stat().st_size
     assert 0.8 * stored < found.weights <= stored  # scales are loaded in 16 bits
+
+
+@pytest.mark.parametrize("name", ["modelopt-fp8", "modelopt-nvfp4"])
+def test_what_transformers_takes_for_weights_is_never_loaded(tmp_path: Path, name: str) -> None:
+    source = make("llama", tmp_path / "source", **LARGE)
+    quantize(source, name)
+    out = convert_half(source, tmp_path / "out").folder
+    verify(out, source)
+    with pytest.raises(ImportError, match="vLLM"):
+        AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    assert [file.name for file in out.glob("*.py")] == ["modeling_kvsurgery_llama.py"]
+    for attempt in (
+        lambda: compare_logits(out),
+        lambda: load(source, device="cpu"),
+        lambda: load(out, device="cpu", stock=True),
+        lambda: MeasuredModel.load(str(source)),
+    ):
+        with pytest.raises(UnsupportedModel, match="modelopt"):
+            attempt()
 
 
 def test_published_gpt_oss(tmp_path: Path) -> None:
