@@ -139,18 +139,22 @@ class Family:
         Raises:
             UnsupportedModel: the family has no tensor of this name.
         """
-        name = next((tensor.removeprefix(prefix) for prefix in self.prefixes if tensor.startswith(prefix)), tensor)
-        match = LAYER.fullmatch(name)
-        if match:
-            layer, part = int(match[1]), match[2]
+        layer, part = self.place(tensor)
+        if layer is None and self._copied_in_model.fullmatch(part):
+            return Role(None, part)
+        if layer is not None:
             for shapes in (self.permute, self.optional):
                 if part in shapes:
                     return Role(layer, part, shapes[part])
             if self._copied_in_layer.fullmatch(part):
                 return Role(layer, part)
-        elif self._copied_in_model.fullmatch(name):
-            return Role(None, name)
         raise UnsupportedModel(f"tensor {tensor!r} is not known in family {self.name}; conversion would be a guess")
+
+    def place(self, tensor: str) -> tuple[int | None, str]:
+        """The layer of a tensor, None outside the layers, and its name there, whether the family has it or not."""
+        name = next((tensor.removeprefix(prefix) for prefix in self.prefixes if tensor.startswith(prefix)), tensor)
+        match = LAYER.fullmatch(name)
+        return (int(match[1]), match[2]) if match else (None, name)
 
     def refuse(self, config: Mapping[str, Any]) -> None:
         """Raise UnsupportedModel where a config has a trait that surgery does not cover."""

@@ -66,7 +66,7 @@ class Model(ModelAttention):
         """The name and the shape of the weight that a tensor holds, quantized or not."""
         if self.quantization is None:
             return tensor.name, tensor.shape
-        return self.quantization.plain_weight(tensor)
+        return self.quantization.plain_weight(tensor, self.hidden)
 
     def is_beyond(self, layer: int | None) -> bool:
         """Whether a layer follows the model's last one and is copied: it predicts further tokens.

@@ -2,15 +2,16 @@
 
 A file in `patches/quantization/` describes one layout. `weight` is what the name of the codes ends with, in place of
 `plain`, and `beside` lists what a module with codes has too. In `tensors`, the axes of each tensor follow: those of the
-`outputs` and the `inputs` of the weight, or `other`; after a slash stands how many of them lie in one element. A
-tensor without axes is copied. `packages` are those that transformers needs to load the layout; where `transformers` is
-false, it computes something else.
+`outputs` and the `inputs` of the weight, `one`, or `other`; after a slash stands how many of them lie in one element.
+Where all rows follow one another in one axis, it is `flat`. A tensor without axes is copied. `packages` are those that
+transformers needs to load the layout; where `transformers` is false, it computes something else.
 
 Nothing is quantized again: whole elements move, so heads whose weights do not fill whole elements cannot.
 """
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import Tensor
 from kvsurgery.checkpoint.patch import Table
-from kvsurgery.checkpoint.role import ATTENTION_DTYPES, OTHER, Role
+from kvsurgery.checkpoint.role import ATTENTION_DTYPES, ONE, Role
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel, short
 from kvsurgery.system.resources import PATCHES
 from kvsurgery.system.typed_toml import read_table
@@ -30,9 +31,28 @@ FOLDER = PATCHES / "quantization"
 KEY = "quantization_config"
 ORIGINAL = "give the 16-bit original"
 AXES = {"outputs": 0, "inputs": 1}
+FLAT = "flat"
+# what scales of attention's states are called, and which heads may have one each
+STATE_SCALES = {
+    f"{state}_{part}": heads
+    for state, heads in (("q", "query_heads"), ("k", "kv_heads"), ("v", "kv_heads"))
+    for part in ("scale", "zero_point")
+}
 INTEGER = 32  # bits of the integers that codes are packed into
 # what the kinds of algorithms of ModelOpt are called here
-MODELOPT = {"FP8": "modelopt-fp8", "NVFP4": "modelopt-nvfp4"}
+MODELOPT = {
+    "FP8": "modelopt-fp8",
+    "FP8_PB_WO": "modelopt-fp8-block",
+    "NVFP4": "modelopt-nvfp4",
+    "W4A16_AWQ": "modelopt-int4-awq",
+}
+# configurations of torchao whose weights have one scale for each output
+TORCHAO = (
+    "Int8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +109,8 @@ class Quantization:
         Raises:
             UnsupportedModel: the family has no tensor of this name in this layout.
         """
+        if role := _state_scale(family, tensor):
+            return role
         suffix = self._suffix(tensor.name)
         if suffix is None or (suffix == self.layout.plain and tensor.dtype in ATTENTION_DTYPES):
             return family.role(tensor.name)
@@ -103,22 +125,34 @@ class Quantization:
         for axis in axes:
             name, _, unit = axis.partition("/")
             number = self.numbers[unit] if unit else Fraction(1)
-            shape.append(OTHER if name == OTHER or number is None else role.shape[AXES[name]])
+            if name == FLAT:
+                return Role(role.layer, part, role.shape, flat=number)
+            symbol = role.shape[AXES[name]] if name in AXES else name
+            shape.append(ONE if number is None else symbol)
             per.append(number or Fraction(1))
         return Role(role.layer, part, tuple(shape), tuple(per))
 
-    def plain_weight(self, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-        """The name of the weight that a tensor of codes stands for, and its outputs and inputs, as far as known."""
+    def plain_weight(self, tensor: Tensor, hidden: int) -> tuple[str, tuple[int, ...]]:
+        """The name of the weight that a tensor of codes stands for, and its outputs and inputs, as far as known.
+
+        Where rows follow one another in one axis, it may also be the weight's transpose, whose rows are `hidden`.
+        """
         suffix = self._suffix(tensor.name)
         if suffix is None or suffix != self.layout.weight:
             return tensor.name, tensor.shape
+        plain_name = tensor.name.removesuffix(suffix) + self.layout.plain
+        if self.layout.tensors[suffix][0].startswith(FLAT):
+            is_packed = tensor.dtype not in ATTENTION_DTYPES
+            unit = self.layout.tensors[suffix][0].partition("/")[2]
+            count = math.prod(tensor.shape) * (self.numbers[unit] or 1)
+            return plain_name, (hidden, int(count) // hidden) if is_packed else tensor.shape
         lengths: dict[str, int] = {}
         for axis, length in zip(self.layout.tensors[suffix], tensor.shape, strict=False):
             name, _, unit = axis.partition("/")
             is_packed = unit and tensor.dtype not in ATTENTION_DTYPES
             lengths[name] = int(length * (self.numbers[unit] or 1)) if is_packed else length
         shape = tuple(lengths[name] for name in AXES if name in lengths)
-        return tensor.name.removesuffix(suffix) + self.layout.plain, shape
+        return plain_name, shape
 
     def plain_names(self, tensors: Iterable[str]) -> list[str]:
         """The names of tensors of the layout as those of the weights that they stand for, without what lies beside."""
@@ -149,6 +183,18 @@ class Quantization:
     def _suffix(self, name: str) -> str | None:
         """What the name of a tensor of the layout ends with."""
         return next((suffix for suffix in sorted(self.layout.tensors, key=len)[::-1] if name.endswith(suffix)), None)
+
+
+def _state_scale(family: Family, tensor: Tensor) -> Role | None:
+    """The role of a scale of queries, keys or values that an engine's cache has; None: the tensor is no such scale."""
+    layer, part = family.place(tensor.name)
+    heads = STATE_SCALES.get(part.rpartition(".")[2])
+    modules = {name.partition(".")[0] for name in family.permute}
+    if heads is None or layer is None or part.partition(".")[0] not in modules:
+        return None
+    if math.prod(tensor.shape) == 1:
+        return Role(layer, part)
+    return Role(layer, part, (heads, *[ONE] * (len(tensor.shape) - 1)))
 
 
 def check_known(config: Mapping[str, Any], source: object) -> None:
@@ -261,7 +307,32 @@ def _modelopt(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | No
         raise UnsupportedModel(
             f"its weights are in ModelOpt's {short(algorithm)}; converted are {', '.join(MODELOPT)}; {ORIGINAL}"
         )
-    return MODELOPT[algorithm], {"packed": Fraction(2), "group": _group(settings.get("group_size", 16))}
+    size = settings.get("group_size", 128 if algorithm == "W4A16_AWQ" else 16)
+    return MODELOPT[algorithm], {"packed": Fraction(2), "group": _group(size), "block": Fraction(128)}
+
+
+def _bitsandbytes(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
+    if settings.get("load_in_8bit"):
+        return "bitsandbytes-int8", {}
+    if not settings.get("load_in_4bit"):
+        raise CheckpointError(f"config.json: {KEY} of bitsandbytes has neither load_in_4bit nor load_in_8bit")
+    storage = settings.get("bnb_4bit_quant_storage", "uint8")
+    if storage != "uint8":
+        raise UnsupportedModel(
+            f"config.json: {KEY} has bnb_4bit_quant_storage {short(storage)}; converted is uint8; {ORIGINAL}"
+        )
+    return "bitsandbytes-4bit", {"packed": Fraction(2), "block": Fraction(64), "nested": Fraction(64 * 256)}
+
+
+def _torchao(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
+    kinds = settings.get("quant_type")
+    kind = kinds.get("default") if isinstance(kinds, Mapping) else None
+    name = kind.get("_type") if isinstance(kind, Mapping) else None
+    if not isinstance(name, str) or name not in TORCHAO:
+        raise UnsupportedModel(
+            f"its weights are in torchao's {short(name)}; converted are {', '.join(TORCHAO)}; {ORIGINAL}"
+        )
+    return "torchao", {}
 
 
 def _mxfp4(settings: Mapping[str, Any]) -> tuple[str, dict[str, Fraction | None]]:
@@ -275,6 +346,8 @@ _READERS = {
     "awq": _awq,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+    "torchao": _torchao,
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-# symbols of lengths that no head lies along; all but the first may be any number
-HIDDEN, OTHER = "hidden", "other"
+# symbols of lengths that no head lies along; the last may be any number
+HIDDEN, ONE, OTHER = "hidden", "one", "other"
 # dtypes of weights that are not quantized
 ATTENTION_DTYPES = ("F16", "BF16", "F32", "F64")
 
@@ -18,17 +18,20 @@ class Role:
     Attributes:
         layer: its layer, None outside the layers.
         part: its name inside the layer or the model.
-        shape: symbols (`hidden`, `other`, `query_heads`, `gated_queries`, or letters of heads) of a tensor with heads;
-            empty where any shape will do.
+        shape: symbols (`hidden`, `one`, `other`, `query_heads`, `kv_heads`, `gated_queries`, or letters of heads) of a
+            tensor with heads; empty where any shape will do.
         per: of quantized weights, how many rows, columns or heads' numbers lie in one element along each axis.
+        flat: of quantized weights, how many numbers lie in one element where rows follow one another in one axis, so
+            that `shape` is not that of the tensor; None where it is.
     """
 
     layer: int | None
     part: str
     shape: tuple[str, ...] = ()
     per: tuple[Fraction, ...] = ()
+    flat: Fraction | None = None
 
     @property
     def axis(self) -> int | None:
         """The axis along which heads lie: 0 rows, 1 columns; None for a tensor that is copied."""
-        return next((axis for axis, symbol in enumerate(self.shape) if symbol not in (HIDDEN, OTHER)), None)
+        return next((axis for axis, symbol in enumerate(self.shape) if symbol not in (HIDDEN, ONE, OTHER)), None)

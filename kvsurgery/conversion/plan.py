@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kvsurgery.checkpoint.headers import Tensor
 from kvsurgery.checkpoint.model import LM_HEAD, TIED, Model
 from kvsurgery.checkpoint.quantization import ORIGINAL
-from kvsurgery.checkpoint.role import ATTENTION_DTYPES, HIDDEN, OTHER, Role
+from kvsurgery.checkpoint.role import ATTENTION_DTYPES, HIDDEN, ONE, OTHER, Role
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
@@ -158,7 +158,7 @@ def plan_moves(
         else:
             dimensions = model.layer_dimensions[role.layer]
             _check_shape(tensor, role, dimensions, model.hidden)
-            moves[tensor.name] = _permute(tensor, role, role.axis, dimensions, tuple(orders[role.layer]))
+            moves[tensor.name] = _permute(tensor, role, dimensions, model.hidden, tuple(orders[role.layer]))
     return moves
 
 
@@ -185,13 +185,15 @@ def check_complete(name: str, model: Model, tensors: Collection[str]) -> None:
 
 
 def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int) -> None:
-    if not role.per and tensor.dtype not in ATTENTION_DTYPES:
+    if not (role.per or role.flat) and tensor.dtype not in ATTENTION_DTYPES:
         raise UnsupportedModel(
             f"{tensor.name!r} is {tensor.dtype}; conversion supports {', '.join(ATTENTION_DTYPES)} weights, and those "
             "whose quantization config.json describes"
         )
     expected_shape = tuple(_lengths(tensor, role, model, hidden))
-    if tensor.shape != expected_shape:
+    if role.flat:
+        expected_shape = (math.ceil(math.prod(expected_shape) / role.flat), *tensor.shape[1:])
+    if tensor.shape != expected_shape or (role.flat and math.prod(tensor.shape[1:]) != 1):
         raise CheckpointError(
             f"{tensor.name!r} has shape {list(tensor.shape)}, config.json implies {list(expected_shape)}"
         )
@@ -203,8 +205,13 @@ def _lengths(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int) ->
         if symbol == OTHER:
             yield length
         elif symbol is not None:
-            count = hidden if symbol == HIDDEN else sum(_head_lengths(symbol, model)) * model.kv_heads
-            yield math.ceil(count / (per or 1))
+            yield math.ceil(_length(symbol, model, hidden) / (per or 1))
+
+
+def _length(symbol: str, model: ModelDimensions, hidden: int) -> int:
+    """The length of an axis that a symbol implies."""
+    lengths = {HIDDEN: hidden, ONE: 1}
+    return lengths[symbol] if symbol in lengths else sum(_head_lengths(symbol, model)) * model.kv_heads
 
 
 def _head_lengths(symbol: str, model: ModelDimensions) -> list[int]:
@@ -212,24 +219,35 @@ def _head_lengths(symbol: str, model: ModelDimensions) -> list[int]:
     group = model.query_heads // model.kv_heads
     if symbol == "query_heads":
         return [group]
+    if symbol == "kv_heads":
+        return [1]
     if symbol == "gated_queries":
         return [2 * group * model.head_dim]
     return [model.head_dim * (group if letter == "q" else 1) for letter in symbol]
 
 
-def _permute(tensor: Tensor, role: Role, axis: int, model: ModelDimensions, order: tuple[int, ...]) -> Move:
+def _permute(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int, order: tuple[int, ...]) -> Move:
+    axis = role.axis
+    assert axis is not None  # as heads lie along one
     if order == tuple(range(model.kv_heads)):
         return unmoved(tensor)
-    per = role.per[axis] if role.per else Fraction(1)
-    element = tensor.size // math.prod(tensor.shape[: axis + 1])  # bytes of all that lies at one place of the axis
+    per, element, inner = role.per[axis] if role.per else Fraction(1), 0, 1
+    if role.flat is None:
+        element = tensor.size // math.prod(tensor.shape[: axis + 1])  # bytes of all that lies at one place of the axis
+    else:
+        per, element = role.flat, tensor.size // math.prod(tensor.shape)
+        columns = _length(role.shape[1], model, hidden)
+        if axis > 0 and per % columns == 0:  # whole rows share an element, whatever the order of their columns
+            return unmoved(tensor)
+        inner = 1 if axis else columns
     blocks: list[int] = []
     for length in _head_lengths(role.shape[axis], model):
-        if length % per:
+        if length * inner % per:
             raise UnsupportedModel(
-                f"{tensor.name!r}: {length} rows or columns belong to a KV head, and {per} share an element, so heads "
-                f"cannot be moved without quantizing the weights again; {ORIGINAL}"
+                f"{tensor.name!r}: {length * inner} numbers in a row belong to a KV head, and {per} share an element, "
+                f"so heads cannot be moved without quantizing the weights again; {ORIGINAL}"
             )
-        blocks.append(element * int(length / per))
+        blocks.append(element * int(length * inner / per))
     if axis > 0:
         return Move((Run(0, 0, tensor.size),), _column_shuffle(blocks, order))
     runs: list[Run] = []

@@ -238,7 +238,7 @@ LIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "group_size",
     ),
     "a list for an algorithm": ("modelopt-fp8", {"quant_algo": ["FP8"]}, {}, "FP8"),
-    "an algorithm": ("modelopt-fp8", {"quant_algo": "FP8_PB_WO"}, {}, "FP8_PB_WO"),
+    "an algorithm": ("modelopt-fp8", {"quant_algo": "W4A8_AWQ"}, {}, "W4A8_AWQ"),
 }
 
 

@@ -201,28 +201,78 @@ def _format(bits: int, kind: str, group: int | None) -> str:
 
 def modelopt(algorithm: str) -> Format:
     def draw(outputs: int, inputs: int, draw: torch.Generator) -> Tensors:
-        if algorithm == "FP8":
+        if algorithm == "W4A16_AWQ":
+            codes = _codes(draw, 4, outputs, inputs)
             return {
-                ".weight": _floats(draw, outputs, inputs),
-                ".weight_scale": _scales(draw),
+                ".weight": (codes[::2] | codes[1::2] << 4).to(torch.uint8),
+                ".weight_scale": _scales(draw, outputs, inputs // 64),
+                ".pre_quant_scale": _scales(draw, inputs),
+            }
+        if algorithm == "NVFP4":
+            return {
+                ".weight": _bytes(_codes(draw, 4, outputs, inputs)),
+                ".weight_scale": _scales(draw, outputs, inputs // 16).to(FP8),
+                ".weight_scale_2": _scales(draw),
                 ".input_scale": _scales(draw),
             }
-        scales = _scales(draw, outputs, inputs // 16).to(FP8)
-        codes = _bytes(_codes(draw, 4, outputs, inputs))
-        return {
-            ".weight": codes,
-            ".weight_scale": scales,
-            ".weight_scale_2": _scales(draw),
-            ".input_scale": _scales(draw),
-        }
+        shape = (-(-outputs // 128), 1, -(-inputs // 128), 1) if algorithm == "FP8_PB_WO" else ()
+        return {".weight": _floats(draw, outputs, inputs), ".weight_scale": _scales(draw, *shape)}
 
     def matrix(tensors: Tensors) -> torch.Tensor:
-        scale = tensors[".weight_scale"].float()
-        if algorithm == "FP8":
-            return tensors[".weight"].float() * scale
-        return FP4[_nibbles(tensors[".weight"])] * scale.repeat_interleave(16, 1) * tensors[".weight_scale_2"]
+        weight, scale = tensors[".weight"], tensors[".weight_scale"].float()
+        if algorithm == "W4A16_AWQ":
+            codes = torch.stack([weight & 15, weight >> 4], 1).flatten(0, 1).long()
+            return (codes - 16 * (codes > 7)) * scale.repeat_interleave(64, 1) * tensors[".pre_quant_scale"]
+        if algorithm == "NVFP4":
+            return FP4[_nibbles(weight)] * scale.repeat_interleave(16, 1) * tensors[".weight_scale_2"]
+        return weight.float() * (_blocks(scale[:, 0, :, 0], weight) if algorithm == "FP8_PB_WO" else scale)
 
-    return Format({"quant_method": "modelopt", "quant_algo": algorithm}, draw, matrix)
+    config = {"quant_method": "modelopt", "quant_algo": algorithm}
+    return Format(config | ({"group_size": 64} if algorithm == "W4A16_AWQ" else {}), draw, matrix)
+
+
+def bitsandbytes(kind: str, nested: bool = False) -> Format:
+    """Blocks of 64 codes with a scale; nested scales are codes with one for 256 of them."""
+    state = f".weight.quant_state.bitsandbytes__{kind}"
+
+    def draw(outputs: int, inputs: int, draw: torch.Generator) -> Tensors:
+        count = outputs * inputs
+        facts = json.dumps({"shape": [outputs, inputs], "nested_offset": 0.25}).encode()
+        tensors = {
+            ".weight": torch.randint(256, (count // 2, 1), generator=draw, dtype=torch.uint8),
+            ".weight.quant_map": _scales(draw, 16),
+            ".weight.absmax": _scales(draw, count // 64),
+            state: torch.tensor([*facts], dtype=torch.uint8),
+        }
+        if nested:
+            tensors[".weight.absmax"] = torch.randint(256, (count // 64,), generator=draw, dtype=torch.uint8)
+            tensors[".weight.nested_absmax"] = _scales(draw, -(-count // 16384))
+            tensors[".weight.nested_quant_map"] = _scales(draw, 256)
+        return tensors
+
+    def matrix(tensors: Tensors) -> torch.Tensor:
+        facts = json.loads(bytes(tensors[state].tolist()))
+        packed, scale = tensors[".weight"].flatten(), tensors[".weight.absmax"]
+        if nested:
+            inner = tensors[".weight.nested_absmax"].repeat_interleave(256)[: len(scale)]
+            scale = tensors[".weight.nested_quant_map"][scale.long()] * inner + facts["nested_offset"]
+        codes = torch.stack([packed >> 4, packed & 15], -1).flatten().long()
+        return (tensors[".weight.quant_map"][codes] * scale.repeat_interleave(64)).view(facts["shape"])
+
+    return Format({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}, draw, matrix)
+
+
+def by_output(config: dict[str, Any], codes: str, scales: str, width: int = 0) -> Format:
+    """INT8 with a scale for each output, in a tensor of one axis or two."""
+
+    def draw(outputs: int, inputs: int, draw: torch.Generator) -> Tensors:
+        weight = _codes(draw, 8, outputs, inputs).sub(128).to(torch.int8)
+        return {codes: weight, scales: _scales(draw, outputs, *[1] * width)}
+
+    def matrix(tensors: Tensors) -> torch.Tensor:
+        return tensors[codes].float() * tensors[scales].view(-1, 1)
+
+    return Format(config, draw, matrix)
 
 
 FORMATS = {
@@ -245,7 +295,18 @@ FORMATS = {
     "compressed-nvfp4": compressed("tensor_group", 4, "float", 16),
     "compressed-mxfp4": compressed("group", 4, "float", 32),
     "modelopt-fp8": modelopt("FP8"),
+    "modelopt-fp8-block": modelopt("FP8_PB_WO"),
     "modelopt-nvfp4": modelopt("NVFP4"),
+    "modelopt-int4-awq": modelopt("W4A16_AWQ"),
+    "bitsandbytes-nf4": bitsandbytes("nf4"),
+    "bitsandbytes-fp4-nested": bitsandbytes("fp4", nested=True),
+    "bitsandbytes-int8": by_output({"quant_method": "bitsandbytes", "load_in_8bit": True}, ".weight", ".SCB"),
+    "torchao-int8": by_output(
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
+        "._weight_qdata",
+        "._weight_scale",
+        width=1,
+    ),
 }
 
 
@@ -273,7 +334,7 @@ def matrices(folder: Path, name: str) -> Tensors:
     stored = load_file(folder / "model.safetensors")
     main = next(
         suffix
-        for suffix in (".qweight", ".weight_packed", ".weight")
+        for suffix in (".qweight", ".weight_packed", "._weight_qdata", ".weight")
         if suffix in layout.draw(128, 128, torch.Generator())
     )
     result: Tensors = {}
