@@ -101,7 +101,7 @@ test-gpu:
 
 # with the libraries that quantize weights, and the lm-evaluation-harness
 test-extras: .venv-extras/ready
-	.venv-extras/bin/python $(PYTEST) tests/templates/test_weight_quantization.py tests/examples/test_pages.py tests/evaluate/test_lm_eval.py -k "weight or w8 or harness or lm_eval"
+	.venv-extras/bin/python $(PYTEST) tests/templates/test_weight_quantization.py tests/conversion/test_quantization_libraries.py tests/examples/test_pages.py tests/evaluate/test_lm_eval.py -k "weight or w8 or harness or lm_eval"
 
 # checkpoints served by vLLM's CPU build
 test-vllm: .venv-vllm/ready

@@ -106,7 +106,7 @@ class Model(ModelAttention):
         Raises:
             UnsupportedModel: a tensor is unknown, or a number in the config is no sensible one.
         """
-        names = tensors if self.quantization is None else self.quantization.plain_names(tensors)
+        names = tensors if self.quantization is None else self.quantization.plain_names(self.family, tensors)
         roles = {name: self.family.role(name) for name in names}
         parts = {(role.layer, role.part) for role in roles.values()}
         prefix = next((name.partition("layers.")[0] for name, role in roles.items() if role.layer is not None), "")

@@ -109,8 +109,9 @@ class Quantization:
         Raises:
             UnsupportedModel: the family has no tensor of this name in this layout.
         """
-        if role := _state_scale(family, tensor):
-            return role
+        if heads := _state_heads(family, tensor.name):
+            is_one = math.prod(tensor.shape) == 1
+            return Role(*family.place(tensor.name), () if is_one else (heads, *[ONE] * (len(tensor.shape) - 1)))
         suffix = self._suffix(tensor.name)
         if suffix is None or (suffix == self.layout.plain and tensor.dtype in ATTENTION_DTYPES):
             return family.role(tensor.name)
@@ -154,14 +155,14 @@ class Quantization:
         shape = tuple(lengths[name] for name in AXES if name in lengths)
         return plain_name, shape
 
-    def plain_names(self, tensors: Iterable[str]) -> list[str]:
+    def plain_names(self, family: Family, tensors: Iterable[str]) -> list[str]:
         """The names of tensors of the layout as those of the weights that they stand for, without what lies beside."""
         names: list[str] = []
         for name in tensors:
             suffix = self._suffix(name)
             if suffix == self.layout.weight:
                 names.append(name.removesuffix(suffix) + self.layout.plain)
-            elif suffix is None:
+            elif suffix is None and not _state_heads(family, name):
                 names.append(name)
         return names
 
@@ -185,16 +186,13 @@ class Quantization:
         return next((suffix for suffix in sorted(self.layout.tensors, key=len)[::-1] if name.endswith(suffix)), None)
 
 
-def _state_scale(family: Family, tensor: Tensor) -> Role | None:
-    """The role of a scale of queries, keys or values that an engine's cache has; None: the tensor is no such scale."""
-    layer, part = family.place(tensor.name)
-    heads = STATE_SCALES.get(part.rpartition(".")[2])
-    modules = {name.partition(".")[0] for name in family.permute}
-    if heads is None or layer is None or part.partition(".")[0] not in modules:
+def _state_heads(family: Family, name: str) -> str | None:
+    """Which heads may have a scale each in a tensor of this name; None where it is no scale of attention's states."""
+    layer, part = family.place(name)
+    modules = {known.partition(".")[0] for known in family.permute}
+    if layer is None or part.partition(".")[0] not in modules:
         return None
-    if math.prod(tensor.shape) == 1:
-        return Role(layer, part)
-    return Role(layer, part, (heads, *[ONE] * (len(tensor.shape) - 1)))
+    return STATE_SCALES.get(part.rpartition(".")[2])
 
 
 def check_known(config: Mapping[str, Any], source: object) -> None:

@@ -132,7 +132,7 @@ def test_memory_counts_what_is_stored_and_what_is_computed(tmp_path: Path, name:
     assert 0.8 * stored < found.weights <= stored  # scales are loaded in 16 bits
 
 
-@pytest.mark.parametrize("name", ["modelopt-fp8", "modelopt-nvfp4"])
+@pytest.mark.parametrize("name", ["modelopt-fp8", "modelopt-int4-awq"])
 def test_what_transformers_takes_for_weights_is_never_loaded(tmp_path: Path, name: str) -> None:
     source = make("llama", tmp_path / "source", **LARGE)
     quantize(source, name)
@@ -149,6 +149,25 @@ def test_what_transformers_takes_for_weights_is_never_loaded(tmp_path: Path, nam
     ):
         with pytest.raises(UnsupportedModel, match="modelopt"):
             attempt()
+
+
+@pytest.mark.parametrize("place", ["self_attn.", "self_attn.k_proj."])
+def test_scales_of_a_kv_cache_follow_their_heads(tmp_path: Path, place: str) -> None:
+    source = make("llama", tmp_path / "source", **LARGE)
+    quantize(source, "fp8-tensor")
+    weights = load_file(source / "model.safetensors")
+    scales = {"k_scale": torch.rand(KV, 1, 1), "q_scale": torch.rand(QUERY, 1, 1), "v_scale": torch.rand(1)}
+    first = f"model.layers.0.{place}"
+    save_file(
+        weights | {first + name: scale for name, scale in scales.items()},
+        source / "model.safetensors",
+        {"format": "pt"},
+    )
+    out = convert_half(source, tmp_path / "out").folder
+    after, order = load_file(out / "model.safetensors"), provenance(out)["permutation"][0]
+    assert torch.equal(after[f"{first}k_scale"], scales["k_scale"][order])
+    assert torch.equal(after[f"{first}q_scale"], moved(scales["q_scale"], 0, QUERY, order))
+    assert torch.equal(after[f"{first}v_scale"], scales["v_scale"])
 
 
 def test_published_gpt_oss(tmp_path: Path) -> None:
@@ -177,6 +196,9 @@ def test_published_gpt_oss(tmp_path: Path) -> None:
         ("compressed-int4", SMALL | {"num_attention_heads": 4, "head_dim": 32}),  # a head of 32 columns in groups of 64
         ("gptq-4", SMALL | {"num_attention_heads": 4, "head_dim": 32}),
         ("compressed-nvfp4", SMALL | {"num_attention_heads": 4, "head_dim": 24}),
+        ("bitsandbytes-nf4", SMALL | {"num_attention_heads": 4, "head_dim": 32, "intermediate_size": 128}),
+        # rows of 768 numbers, and 16,384 share a scale of scales
+        ("bitsandbytes-fp4-nested", LARGE | {"head_dim": 96}),
     ],
 )
 def test_heads_that_share_an_element_are_refused(tmp_path: Path, name: str, shape: dict[str, int]) -> None:
@@ -215,6 +237,23 @@ LIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "gemv": ("awq", {"version": "gemv"}, {}, "gemv"),
     "transforms": ("compressed-int4", {"transform_config": {"a": 1}}, {}, "transform_config"),
     "a group without weights": ("compressed-int4", {"config_groups": {"a": {}}}, {}, "without weights"),
+    "a group of its own for each scale": (
+        "torchao-int8",
+        {},
+        {"_weight_scale": torch.ones(1024, 4)},
+        "has shape",
+    ),
+    "a scale of each head of another number": ("fp8-tensor", {}, {"k_scale": torch.ones(3, 1, 1)}, "has shape"),
+    "neither 4 nor 8 bits": ("bitsandbytes-nf4", {"load_in_4bit": False}, {}, "load_in_4bit"),
+    "codes in floats": ("bitsandbytes-nf4", {"bnb_4bit_quant_storage": "bfloat16"}, {}, "quant_storage"),
+    "blocks of another size": ("bitsandbytes-nf4", {}, {"weight.absmax": torch.ones(1024)}, "has shape"),
+    "codes in tiles": (
+        "torchao-int8",
+        {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+        {},
+        "Int4Weight",
+    ),
+    "no type of codes": ("torchao-int8", {"quant_type": ["int8"]}, {}, "torchao"),
     "no groups": ("compressed-int4", {"config_groups": []}, {}, "config_groups"),
     "nonsense bits": ("gptq-4", {"bits": 0}, {}, "bits"),
     "nonsense group": ("gptq-4", {"group_size": "all"}, {}, "group_size"),
