@@ -126,10 +126,10 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
         options["attn_implementation"] = "eager"
     try:
         model = getattr(transformers, name).from_pretrained(folder, dtype=dtype, **options).to(device).eval()
-    except (OSError, ValueError, ImportError) as error:
-        raise not_loaded(folder, error) from error
     except torch.OutOfMemoryError as error:
         raise CheckpointError(f"the weights of {folder} do not fit on {device}; try `dtype` bfloat16") from error
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise not_loaded(folder, error) from error
     defaults = model.generation_config
     ends = end_tokens(defaults)
     pad_token = defaults.pad_token_id if defaults.pad_token_id is not None else [*ends, 0][0]

@@ -117,7 +117,7 @@ class MeasuredModel:
         try:
             model_class = getattr(transformers, [*known.family.classes][-1])
             model = model_class.from_pretrained(weights, dtype=dtype, **hub_options, **parallel).to(device).eval()
-        except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise not_loaded(source, error) from error
         return cls(
             model.requires_grad_(False),
