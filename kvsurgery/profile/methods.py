@@ -44,6 +44,7 @@ SCORE_METHODS = {
     "lu-kv": ScoreMethod("share", 1.0, "budgeted"),
     "budgets": ScoreMethod("budget", None, "budgeted"),
     "flexicache": ScoreMethod("choice", 1.0, "streaming"),
+    "rtpurbo": ScoreMethod("choice", 1.0, "streaming"),
     "rank-product": ScoreMethod("rank", 1.0, "streaming"),
 }
 # the largest budget of a head, in tokens; every whole number up to it is a float32

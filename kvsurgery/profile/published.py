@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,9 @@ from typing import Any
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.importers.reform import HEADS
 
+QUANTIZED = re.compile(
+    r"([-_.](quantized|fp8|nvfp4|mxfp4|fp4|nf4|awq|gptq|bnb|hqq|modelopt|torchao|dynamic|block|unsloth|w\d+a\d+(fp8)?|int[2348]|[2348]bit|g\d+))+$"
+)
 LIST = Path(__file__).with_name("published.toml")
 
 
@@ -65,6 +69,11 @@ def published() -> tuple[Published, ...]:
 def normal(name: str) -> str:
     """A model's name without what differs between its copies: owner or folder, "Meta-", "-hf", and case."""
     return name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-").removesuffix("-hf")
+
+
+def unquantized(name: str) -> str:
+    """A normal name without what says how weights are quantized, as in "-fp8", "-gptq-int4" or "-quantized.w4a16"."""
+    return QUANTIZED.sub("", name)
 
 
 def ancestors(names: Iterable[str]) -> frozenset[str]:

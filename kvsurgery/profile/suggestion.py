@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvsurgery.checkpoint.model import Model
+from kvsurgery.checkpoint.quantization import KEY as QUANTIZATION_CONFIG
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.heads.dimensions import ModelDimensions
-from kvsurgery.profile.published import Published, ancestors, normal, published
+from kvsurgery.profile.published import Published, ancestors, normal, published, unquantized
 from kvsurgery.templates.kv_layout import text_config
 
 Fit = Literal["measured", "related", "shape", "no"]
@@ -31,7 +32,8 @@ class ModelIdentity:
     Attributes:
         name: its folder or Hub id.
         names: normal names that it goes by.
-        parents: normal names of the models that its card says it was made from.
+        parents: normal names of the models that its card says it was made from, and of quantized weights, those that
+            its own names follow from.
         family: `model_type` of the language model.
         dimensions: of attention.
     """
@@ -55,10 +57,14 @@ class ModelIdentity:
         names = {name, saved_as} if isinstance(saved_as, str) and saved_as else {name}
         card = folder / "README.md"
         parents = _base_models(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else ()
+        own_names = frozenset(map(normal, names))
+        parent_names = frozenset(map(normal, parents))
+        if config.get(QUANTIZATION_CONFIG):
+            parent_names |= frozenset(map(unquantized, own_names))
         return cls(
             name,
-            frozenset(map(normal, names)),
-            frozenset(map(normal, parents)) - frozenset(map(normal, names)),
+            own_names,
+            parent_names - own_names,
             str(text_config(config).get("model_type", config["model_type"])),
             Model.of(config).dimensions,
         )

@@ -21,11 +21,13 @@ from kvsurgery.profile.importers.headkv import import_headkv
 from kvsurgery.profile.importers.kvzip import import_kvzip
 from kvsurgery.profile.importers.lu_kv import import_lu_kv
 from kvsurgery.profile.importers.rlkv import import_rlkv
+from kvsurgery.profile.importers.rtpurbo import import_rtpurbo
 from kvsurgery.profile.importers.wg_kv import import_wg_kv
 from kvsurgery.profile.profiled_model import ProfiledModel
 
 MODEL = ProfiledModel("org/model", ModelDimensions(layers=3, query_heads=4, kv_heads=2, head_dim=8))
 GATES = "0.5\t1.0\n0.25\t0.0\n1e-3\t0.125\n"
+HEADWISE = {"sink_token_num": 4, "swa_token_num": 64, "0": [0, 1, 0, 0], "1": [1, 1, 0, 0], "2": [0, 0, 0, 0]}
 CURVES = np.linspace(0.01, 0.99, 99)[:, None, None] * np.ones((1, 3, 2))
 
 
@@ -42,6 +44,7 @@ def whole(folder):
         "budgets": (import_budgets, b"1\t2\n30\t40\n5\t6\n"),
         "headkv": (import_headkv, json.dumps(trials).encode()),
         "flexicache": (import_flexicache, json.dumps({"m": {"h": [[0, 1], [2, 0]]}}).encode()),
+        "rtpurbo": (import_rtpurbo, json.dumps({"headwise_config": HEADWISE}).encode()),
         "kvzip": (lambda path, model: import_kvzip([path], model), (folder / "a.pt").read_bytes()),
         "kvzip, old": (lambda path, model: import_kvzip([path], model), (folder / "old.pt").read_bytes()),
         "lu-kv": (lambda path, model: import_lu_kv(path, model, 20), (folder / "a.npy").read_bytes()),
@@ -65,7 +68,7 @@ def read_or_refused(read, path):
     return True
 
 
-FORMATS = ("duo", "rlkv", "wg-kv", "budgets", "headkv", "flexicache", "kvzip", "kvzip, old", "lu-kv")
+FORMATS = ("duo", "rlkv", "wg-kv", "budgets", "headkv", "flexicache", "rtpurbo", "kvzip", "kvzip, old", "lu-kv")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -18,6 +18,7 @@ from kvsurgery.profile.importers.flexicache import import_flexicache
 from kvsurgery.profile.importers.headkv import import_headkv
 from kvsurgery.profile.importers.kvzip import import_kvzip
 from kvsurgery.profile.importers.reform import import_reform
+from kvsurgery.profile.importers.rtpurbo import import_rtpurbo
 from kvsurgery.profile.profiled_model import ProfiledModel
 from tests.helpers.profile_files import GQA, MODEL, dump, trials
 
@@ -231,3 +232,35 @@ class TestFlexicache:
     def test_other_contents(self, tmp_path, content, chosen, message):
         with pytest.raises(ProfileError, match=message):
             import_flexicache(dump(tmp_path / "heads.json", content), MODEL, *chosen)
+
+
+HEADWISE = {"sink_token_num": 4, "swa_token_num": 8192, "seqlen_threshold": 16384, "0": [0, 1, 0, 0], "2": [1, 0, 0, 1]}
+
+
+class TestRTPurbo:
+    def test_retrieval_heads_are_chosen(self, tmp_path):
+        path = dump(tmp_path / "config.json", {"headwise_config": {**HEADWISE, "1": [0, 0, 0, 0]}})
+        made = import_rtpurbo(path, MODEL)
+        assert made.scores.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]]
+        assert (made.granularity, made.sink, made.recent) == ("query", 4, 8192)
+
+    def test_layers_without_full_attention_may_be_left_out(self, tmp_path):
+        path = dump(tmp_path / "config.json", {"headwise_config": HEADWISE})
+        made = import_rtpurbo(path, ProfiledModel("org/model", GQA, windows=(None, 0, None)))
+        assert made.scores[1].tolist() == [0, 0, 0, 0]
+
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            (None, "headwise_config"),
+            (HEADWISE, "layer 1"),
+            ({**HEADWISE, "1": [0, 0]}, "layer 1"),
+            ({**HEADWISE, "1": [0, 2, 0, 0]}, "layer 1"),
+            ({**HEADWISE, "1": [0] * 4, "3": [0] * 4}, "layer 3"),
+            ({**HEADWISE, "1": [0] * 4, "sink_token_num": -1}, "sink_token_num"),
+            ({**HEADWISE, "1": [0] * 4, "swa_token_num": 0}, "swa_token_num"),
+        ],
+    )
+    def test_other_contents(self, tmp_path, settings, named):
+        with pytest.raises(ProfileError, match=named):
+            import_rtpurbo(dump(tmp_path / "config.json", {"headwise_config": settings}), MODEL)

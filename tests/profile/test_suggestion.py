@@ -70,6 +70,24 @@ class TestFit:
         assert found["duo", "mistralai/Mistral-7B-Instruct-v0.2"] == "no"
         assert found["duo", "togethercomputer/Llama-2-7B-32K-Instruct"] == "no"
 
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16",
+            "nvidia/Llama-3.1-8B-Instruct-FP8",
+            "nvidia/Llama-3.1-8B-Instruct-NVFP4",
+            "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
+            "hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4",
+            "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit",
+            "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic",
+        ],
+    )
+    def test_quantized_weights_have_the_heads_of_what_they_were_made_from(self, tmp_path, name):
+        settings = {"quant_method": "fp8"}
+        found = fits(identity(tmp_path / "a", name, quantization_config=settings))
+        assert found["duo", "meta-llama/Llama-3.1-8B-Instruct"] == "related"
+        assert fits(identity(tmp_path / "b", name))["duo", "meta-llama/Llama-3.1-8B-Instruct"] == "shape"
+
     def test_the_best_come_first(self, tmp_path):
         order = [one.fit for one in suggestions(identity(tmp_path / "a", "Llama-3.1-8B-Instruct"))]
         assert order == sorted(order, key=["measured", "related", "shape", "no"].index)

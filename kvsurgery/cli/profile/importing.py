@@ -245,6 +245,24 @@ def flexicache(path: str, entry: str | None, heads: str | None, **options: Any) 
 
 
 @import_group.command()
+@click.argument("path")
+@_import_options
+def rtpurbo(path: str, **options: Any) -> None:
+    """RTPurbo's retrieval heads: score 1, all other query heads 0.
+
+    PATH is the config.json of an RTPurbo checkpoint or its folder: its `headwise_config` has 0 or 1 for each query
+    head, and the sink and recent sizes of the other heads. RTPurbo trains the weights for these heads: convert its
+    checkpoint, not the model that it was made from. `convert --group-reduce max` keeps every retrieval head.
+
+    \b
+    kvsurgery profile import rtpurbo ./qwen3-rtpurbo/config.json --model ./qwen3-rtpurbo -o rtpurbo.safetensors
+    """
+    from kvsurgery.profile.importers.rtpurbo import import_rtpurbo
+
+    _save(lambda files, model: import_rtpurbo(files[0], model), [path], options, inside="config.json")
+
+
+@import_group.command()
 @click.argument("name", metavar="MODEL")
 @out_option
 def reform(name: str, out: Path) -> None:
