@@ -25,6 +25,7 @@ from tests.helpers.families import make
 from tests.helpers.hub_handler import Fault
 from tests.helpers.hub_repo import Blob
 from tests.helpers.hub_server import COMMAND, Hub, serve
+from tests.helpers.quantized import quantize
 from tests.helpers.shards import tree
 from tests.helpers.surgery import random_profile
 
@@ -39,6 +40,13 @@ stream.RemoteShard.read_at_once = 30_000
 for line in sys.stdin:
     print(json.dumps(vars(run(*json.loads(line)))), flush=True)
 """
+LARGE = {
+    "num_hidden_layers": 1,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
 WEIGHTS = r"/model-.*safetensors$"
 
 
@@ -155,6 +163,25 @@ def test_the_same_as_a_local_copy_without_the_copy(
         assert hashlib.sha256(path.read_bytes()).hexdigest() == files[path.name].lfs
     again = convert()
     assert "nothing to do" in again.out
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes-nf4", "fp8-block", "gptq-4"])
+def test_quantized_weights_for_several_processes(
+    hub: Hub, shell: Callable[..., Result], tmp_path: Path, name: str
+) -> None:
+    """Streamed as converted from a copy, and back to the bytes of the Hub."""
+    source = make("llama", tmp_path / "source", **LARGE)
+    quantize(source, name)
+    random_profile(source).save(tmp_path / "profile.safetensors")
+    hub.publish("surgeon/quantized", source)
+    options = "--profile", tmp_path / "profile.safetensors", "--tp", 2, "--sparsity", 0.5
+    for folder, place in (("streamed", ("surgeon/quantized", "--stream")), ("local", (source,))):
+        result = shell("convert", *place, *options, "--out", tmp_path / folder)
+        assert result.code == 0, result.err
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("streamed", "local")]
+    assert weights[0] == weights[1] != (source / "model.safetensors").read_bytes()
+    assert shell("revert", tmp_path / "streamed", "--out", tmp_path / "back").code == 0
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
