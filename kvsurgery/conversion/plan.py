@@ -244,7 +244,7 @@ def _permute(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int, or
     for length in _head_lengths(role.shape[axis], model):
         if length * inner % per:
             raise UnsupportedModel(
-                f"{tensor.name!r}: {length * inner} numbers in a row belong to a KV head, and {per} share an element, "
+                f"{tensor.name!r}: {length * inner} numbers belong to a KV head, and {per} share an element, "
                 f"so heads cannot be moved without quantizing the weights again; {ORIGINAL}"
             )
         blocks.append(element * int(length * inner / per))
