@@ -70,6 +70,9 @@ def register() -> None:
             *(".".join(map(str, version)) for version in (OLDEST, NEWEST)),
         )
         return
+    from kvsurgery.vllm.models import checking_first
+
+    checking_first(ARCHITECTURES)
     for architecture in (*ARCHITECTURES, *DENSE):
         registered = vllm.ModelRegistry.models.get(architecture)
         module = getattr(registered, "module_name", __name__)

@@ -14,6 +14,10 @@ from kvsurgery.vllm import ARCHITECTURES
 from kvsurgery.vllm.groups import Groups
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU
+NO_REFORM = (
+    "vLLM reads prompts within the context whole, and refuses longer ones, which REFORM reads in transformers with "
+    "trust_remote_code=True"
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ def serving_limits(config: Any) -> tuple[str, ...]:
             "vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit; use transformers with "
             "trust_remote_code=True to save these bytes"
         )
+    if "reform" in setting(config, "kv_surgery"):
+        limits.append(NO_REFORM)
     if prediction.processes < max(layout.processes):
         limits.append(
             f"vLLM serves this over {prediction.processes} of {max(layout.processes)} processes, as it needs equal "
@@ -130,7 +136,4 @@ def servable_layout(config: Any) -> KVLayout:
             f"vLLM would quantize the KV cache with scales that split heads do not have; remove these from {KEY} "
             "of the original, or use transformers with trust_remote_code=True"
         )
-    section: Mapping[str, Any] = setting(config, "kv_surgery")
-    if "reform" in section:
-        raise ValueError("vLLM cannot read prompts by REFORM; use transformers with trust_remote_code=True")
     return layout

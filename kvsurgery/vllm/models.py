@@ -1,8 +1,9 @@
-"""The model classes that vLLM asks for: a subclass of each stock class, made on first use."""
+"""The classes that vLLM asks for: of each architecture a check of its config, and a model, made on first use."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 from kvsurgery.vllm import DENSE, stock
@@ -17,6 +18,31 @@ def __getattr__(architecture: str) -> type:
         _dense_class(base, architecture) if architecture in DENSE else _served_class(base)
     )
     return model_class
+
+
+def checking_first(architectures: Iterable[str]) -> None:
+    """Let vLLM refuse converted checkpoints of these architectures while it reads its own options."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    for architecture in architectures:
+        base = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+        if base.__module__ != __name__:
+            MODELS_CONFIG_MAP[architecture] = _named_as(base, _checked_class(base))
+
+
+def _checked_class(base: Any) -> type:
+    """A subclass of a stock check of vLLM's config that refuses first what cannot be served."""
+
+    class Checked(base):
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            if _is_converted(vllm_config):
+                from kvsurgery.vllm.limits import check
+
+                check(vllm_config)
+            base.verify_and_update_config(vllm_config)
+
+    return Checked
 
 
 def _served_class(base: type) -> type:

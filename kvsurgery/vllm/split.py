@@ -13,7 +13,7 @@ from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups
-from kvsurgery.vllm.limits import logger
+from kvsurgery.vllm.limits import Refused, logger
 from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
 
 LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more than windows do
@@ -114,7 +114,7 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
         )
         # vLLM lets those of Cohere 2 see a token more
         if window not in ((layer.recent, layer.recent + 1) if layer.native else (None,)):
-            raise ValueError(
+            raise Refused(
                 f"kvsurgery: layer {index} has a window of {window} tokens in vLLM, and not in "
                 "config.json; use transformers with trust_remote_code=True"
             )
@@ -217,14 +217,14 @@ def learned_sinks(attention: Attention, layer: LayerLayout) -> tuple[dict[str, t
     They are parts of the parameter that the weights are loaded into later.
 
     Raises:
-        ValueError: full heads lie in several places, so that their sinks are no part of it.
+        Refused: full heads lie in several places, so that their sinks are no part of it.
     """
     sinks = getattr(attention.impl, "sinks", None)
     if sinks is None:
         return {}, {}
     if layer.scattered:
         count = len(layer.blocks)
-        raise ValueError(
+        raise Refused(
             f"kvsurgery: one process cannot serve learned sinks of heads that are laid out for {count}; use "
             f"--tensor-parallel-size {count}"
         )

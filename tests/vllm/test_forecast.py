@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvsurgery.vllm.forecast import Forecast, forecast, servable_layout
+from kvsurgery.vllm.forecast import Forecast, forecast, servable_layout, serving_limits
 
 LAYERS = [{"blocks": [[3, 1]], "sink": 64, "recent": 256}, {"blocks": [[1, 3]], "sink": 64, "recent": 256}]
 
@@ -56,9 +56,13 @@ def test_the_command_leaves_out_images_that_are_refused() -> None:
     assert forecast(text).command("DIR") == "vllm serve DIR"
 
 
+def test_prompts_within_the_context_need_no_reform() -> None:
+    assert forecast(config(reform={})) == forecast(config())
+    [limit] = serving_limits(config(reform={}))
+    assert "REFORM" in limit
+
+
 def test_what_vllm_cannot_serve() -> None:
-    with pytest.raises(ValueError, match="REFORM"):
-        forecast(config(reform={}))
     with pytest.raises(ValueError, match="Gemma3nForCausalLM with a KV cache of the original's size"):
         forecast({**config(), "architectures": ["Gemma3nForCausalLM"]})
     assert forecast({**config(), "architectures": ["LlamaForCausalLM"]}) == forecast(config())

@@ -14,8 +14,8 @@ import torch
 import vllm
 
 from kvsurgery.templates.kv_layout import LayerLayout, Quantization
-from kvsurgery.vllm import register, supports
-from kvsurgery.vllm.limits import checked_layout
+from kvsurgery.vllm import ARCHITECTURES, register, supports
+from kvsurgery.vllm.limits import Refused, check, checked_layout
 
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
 TILES = asdict(Quantization(4))
@@ -61,14 +61,13 @@ REFUSED = {
     "ModelOpt's scales": (with_kv_scales("kv_cache_quant_algo"), "scales that split heads do not have"),
     "budgets": (
         settings({"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}),
-        "budgeted heads; use transformers",
+        "budgeted heads; use transformers .* VLLM_PLUGINS=none",
     ),
-    "reform": (settings({"reform": {}}), "REFORM; use transformers"),
     "connector": (settings(kv_transfer_config=object()), "KV connectors"),
     "eagle": (settings(speculative_config=SimpleNamespace(method="eagle")), "eagle is refused; use ngram"),
     "context": (settings(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
     "pipeline": (settings(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
-    "fp8": (settings(cache={"cache_dtype": "fp8"}), "no fp8 KV cache on a CPU"),
+    "fp8": (settings(cache={"cache_dtype": "fp8"}), "fp8 KV cache .* leave out --kv-cache-dtype"),
     "fast prefill": (
         settings(cache={"kv_sharing_fast_prefill": True}),
         "fast-prefill has not been tested; leave it out",
@@ -89,9 +88,42 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_say_what_to_do(case: str) -> None:
     config, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as refusal:
-        checked_layout(config)
-    assert "\n" not in str(refusal.value)
+    for refuse in (check, checked_layout):
+        with pytest.raises(Refused, match=message) as refusal:
+            refuse(config)
+        assert "\n" not in str(refusal.value)
+
+
+def test_vllm_refuses_while_it_reads_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    register()
+    config, message = REFUSED["budgets"]
+    for architecture in ARCHITECTURES:
+        with pytest.raises(Refused, match=message):
+            MODELS_CONFIG_MAP[architecture].verify_and_update_config(config)
+    # of what is not converted, the stock check alone is asked
+    asked = []
+    stock = type("Stock", (), {"verify_and_update_config": staticmethod(asked.append)})
+    monkeypatch.setitem(MODELS_CONFIG_MAP, "LlamaForCausalLM", stock)
+    register()
+    original = settings()
+    original.model_config.hf_config.kv_surgery = None
+    served = settings()
+    for config in (original, served):
+        MODELS_CONFIG_MAP["LlamaForCausalLM"].verify_and_update_config(config)
+    assert asked == [original, served]
+
+
+def test_a_quantized_cache_of_vllm_is_refused_on_every_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsurgery.vllm import limits
+
+    monkeypatch.setattr(limits, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    for name in ("fp8", "int8_per_token_head", "nvfp4", "turboquant_4bit_nc"):
+        with pytest.raises(Refused, match=name):
+            check(settings(cache={"cache_dtype": name}))
+        full = {"layers": [{"blocks": [[4, 0]], "sink": 0, "recent": 1}] * 2}
+        assert check(settings(full, cache={"cache_dtype": name}))
 
 
 def test_each_process_has_its_part_of_the_heads() -> None:
@@ -111,29 +143,29 @@ def test_learned_sinks_are_served_where_full_heads_lie_together() -> None:
     full, streaming = learned_sinks(stock, LayerLayout(((1, 3),), 4, 8))
     stock.impl.sinks += 1  # weights load later
     assert (full["sinks"].tolist(), streaming["sinks"].tolist()) == ([1, 2], [3, 4, 5, 6, 7, 8])
-    with pytest.raises(ValueError, match="use --tensor-parallel-size 2"):
+    with pytest.raises(Refused, match="use --tensor-parallel-size 2"):
         learned_sinks(stock, LayerLayout(((1, 1), (1, 1)), 4, 8))
 
 
-def test_a_quantized_cache_is_announced_as_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (settings({"quantization": TILES}), ("quantized KV cache", "--kv-cache-dtype")),
+        (settings(lora_config=object()), ("convert --adapter",)),
+        (settings({"reform": {}}), ("REFORM", "within the context")),
+    ],
+    ids=["a quantized cache", "adapters", "REFORM"],
+)
+def test_what_is_served_otherwise_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, config: Any, words: tuple[str, ...]
+) -> None:
     from kvsurgery.vllm import limits
 
     lines = []
     monkeypatch.setattr(limits.logger, "warning_once", lambda line, *values: lines.append(line % values))
-    checked_layout(settings({"quantization": TILES}))
+    checked_layout(config)
     assert len(lines) == 1
-    assert "quantized KV cache" in lines[0]
-    assert "--kv-cache-dtype" in lines[0]
-
-
-def test_adapters_are_served_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvsurgery.vllm import limits
-
-    lines = []
-    monkeypatch.setattr(limits.logger, "warning_once", lambda line, *values: lines.append(line % values))
-    checked_layout(settings(lora_config=object()))
-    assert len(lines) == 1
-    assert "convert --adapter" in lines[0]
+    assert all(word in lines[0] for word in words)
 
 
 def test_supported_versions() -> None:

@@ -139,3 +139,16 @@ def test_a_prompt_beyond_the_context_is_refused(server: Server) -> None:
         server.client.completions.create(**arguments(server, prompt=[5] * (LIMIT + 1)))
     answer = server.client.completions.create(**arguments(server, prompt=QUESTION))
     assert answer.choices[0].text.strip() == ANSWER
+
+
+def test_a_refused_checkpoint_ends_in_the_line_that_says_why(tmp_path: Path) -> None:
+    """The API server ends, before it starts an engine."""
+    profile = HeadProfile.load(FOLDER / "profile.safetensors")
+    checkpoint = convert_folder(FOLDER / "model", tmp_path / "converted", profile, rest="budgeted", budget=64)
+    command = [Path(sys.executable).with_name("vllm"), "serve", checkpoint.folder, "--dtype", "float32"]
+    run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=STARTS_WITHIN)
+    assert run.returncode
+    lines = (run.stdout + run.stderr).strip().splitlines()
+    assert "budgeted heads" in lines[-1]
+    assert "VLLM_PLUGINS=none" in lines[-1]
+    assert not any("EngineCore" in line for line in lines)
