@@ -40,8 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from budgets import HERE, load_task
 
 from kvsurgery import __version__
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.api import convert
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 
@@ -67,8 +66,7 @@ def make(contender: Contender, profile: HeadProfile, folder: Path) -> None:
     """Convert the bundled model as a contender says."""
     options = dict(contender.options)
     bits = options.pop("bits", None)
-    prepared = PreparedConversion.prepare(HERE / "model", profile, Recipe.of(kv_bits=bits, **options))
-    convert(prepared.checkpoint, prepared.plan, place(folder, contender), prepared.emitted.files)
+    convert(HERE / "model", place(folder, contender), profile, Recipe.of(kv_bits=bits, **options))
 
 
 def questions(task: ModuleType, seed: int, count: int, prompt: int) -> torch.Tensor:

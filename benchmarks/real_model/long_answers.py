@@ -39,9 +39,11 @@ from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTr
 from transformers.utils import logging
 from trials import Prompt, Question, answered_correctly, hide, needles_of, questions, stated, windows
 
-from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
+from kvsurgery.policy.decision import decide
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Budgeted, Recipe
 from kvsurgery.text.haystack import Haystack
@@ -147,7 +149,7 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
 
 def _bytes(source: Path, profile: HeadProfile, recipe: Recipe) -> int:
     """The most bytes that a cache without full heads holds of one sequence, in 16 bit."""
-    return PreparedConversion.prepare(source, profile, recipe).policy.layout.kv_bytes(1, 2**15, 2**15)
+    return decide(recipe, Evidence(profile), Checkpoint.open(source)).policy.layout.kv_bytes(1, 2**15, 2**15)
 
 
 @torch.inference_mode()

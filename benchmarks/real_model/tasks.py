@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import convert_into
 from transformers.utils import logging
 from which_heads import ORIGINAL, choices
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import record_versions
 
+from kvsurgery.api import convert
 from kvsurgery.display import console
 from kvsurgery.display.progress import silent
 from kvsurgery.evaluate.options import Options
@@ -187,7 +187,7 @@ def main() -> None:
         if choice.name in (arguments.only or [choice.name]) and choice.name not in report["results"]:
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) / "converted"
-                convert_into(folder, arguments.model, choice.profile, choice.recipe)
+                convert(arguments.model, folder, choice.profile, choice.recipe)
                 keep(choice.name, folder)
     print("\n".join(table(report)))
 
