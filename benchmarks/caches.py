@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from filling import append
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
+from benchmarks.filling import append
 from kvsurgery.api import convert
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config

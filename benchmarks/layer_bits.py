@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from provenance import record_versions
 from transformers.utils import logging
 
+from benchmarks.provenance import record_versions
 from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.measure.cache_losses import TrialSizes

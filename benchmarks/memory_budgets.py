@@ -20,9 +20,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from provenance import record_versions
 from transformers.utils import logging
 
+from benchmarks.provenance import record_versions
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import venv
 from pathlib import Path
@@ -36,9 +35,7 @@ from report import plot, show
 from safetensors.torch import save_file
 from worker import AFTER
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from budgets import HERE, load_task
-
+from benchmarks.budgets import HERE, load_task
 from kvsurgery import __version__
 from kvsurgery.api import convert
 from kvsurgery.profile.head_profile import HeadProfile

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -33,12 +32,22 @@ except ImportError:
 import numpy as np
 import torch
 import torch.nn.functional as F
-from models import converted, stock
-from sessions import H2O, TOVA, PressSession, Session, checked_bytes
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Question, answered_correctly, hide, needles_of, questions, stated, windows
 
+from benchmarks.provenance import record_versions
+from benchmarks.real_model.models import converted, stock
+from benchmarks.real_model.sessions import H2O, TOVA, PressSession, Session, checked_bytes
+from benchmarks.real_model.trials import (
+    Prompt,
+    Question,
+    answered_correctly,
+    hide,
+    needles_of,
+    questions,
+    stated,
+    windows,
+)
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
@@ -48,9 +57,6 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Budgeted, Recipe
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from provenance import record_versions
 
 ORIGINAL, SINK, QUARTERS, FACTS, TOP_P = "original", 4, 4, 6, 0.95
 SPAN = 1024  # tokens of an answer whose time is taken together while it is written

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,11 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.utils import logging
-from which_heads import ORIGINAL, choices
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from provenance import record_versions
-
+from benchmarks.provenance import record_versions
+from benchmarks.real_model.which_heads import ORIGINAL, choices
 from kvsurgery.api import convert
 from kvsurgery.display import console
 from kvsurgery.display.progress import silent

@@ -11,12 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import long_answers
-import selection_cost
-from sessions import H2O, TOVA, Session
-
+from benchmarks.real_model import long_answers, selection_cost
+from benchmarks.real_model.sessions import H2O, TOVA, Session
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile

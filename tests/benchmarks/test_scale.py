@@ -11,14 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import scale
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import Quantization
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import scale
-
 from tests.helpers.deciding import decided
 
 # as the Hub counts them

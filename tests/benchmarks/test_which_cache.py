@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import cache_report
-import trials
-import which_cache
-
+from benchmarks.real_model import cache_report, trials, which_cache
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores

@@ -17,13 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import cache_report
-import figures
-import quantized_report
-
+from benchmarks import figures, quantized_report
+from benchmarks.real_model import cache_report
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.head_profile import HeadProfile
