@@ -30,8 +30,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.api import convert
 from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Budgeted, Recipe
@@ -53,23 +52,21 @@ def load_task() -> ModuleType:
     return module
 
 
-def prepare(profile: HeadProfile, size: int | None, beta: float | None) -> PreparedConversion:
-    """The conversion to `size` tokens per head (None: full heads), spread by score (beta None: evenly)."""
+def setting(profile: HeadProfile, size: int | None, beta: float | None) -> tuple[HeadProfile, Recipe]:
+    """A profile and a recipe of `size` tokens per head (None: full heads), spread by score (beta None: evenly)."""
     if size is None:
-        return PreparedConversion.prepare(HERE / "model", profile, Recipe.of(sparsity=0.0))
+        return profile, Recipe.of(sparsity=0.0)
     if beta is None:  # equal scores make every beta the same
         profile, beta = replace(profile, scores=np.ones_like(profile.scores)), max(BETAS)
-    return PreparedConversion.prepare(
-        HERE / "model", profile, Recipe.of(rest="budgeted", budget=size - Budgeted().window, beta=beta)
-    )
+    return profile, Recipe.of(rest="budgeted", budget=size - Budgeted().window, beta=beta)
 
 
 @torch.inference_mode()
-def measure(prepared: PreparedConversion, task: ModuleType, questions: Any) -> tuple[float, int]:
+def measure(profile: HeadProfile, recipe: Recipe, task: ModuleType, questions: Any) -> tuple[float, int]:
     """Convert and load; returns exact-match recall and the bytes of the cache of one prompt and its answer."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "tiny-recall-budgets"  # one name: transformers imports the emitted code once
-        convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)
+        convert(HERE / "model", folder, profile, recipe)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto").eval()
     prompt = questions.tokens[:1]
     output = model.generate(
@@ -104,7 +101,7 @@ def main() -> None:
     results, rows, full_bytes = [], [], 0
     for size, beta in settings:
         start = time.perf_counter()
-        recall, cache_bytes = measure(prepare(profile, size, beta), task, questions)
+        recall, cache_bytes = measure(*setting(profile, size, beta), task, questions)
         full_bytes = full_bytes or cache_bytes  # the full cache comes first
         names = ("all", "-") if size is None else (f"{size:,}", "even" if beta is None else f"{beta:g}")
         rows.append((*names, f"{recall:.1%}", console.size(cache_bytes), f"{cache_bytes / full_bytes:.1%}"))

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from caches import converted
-from provenance import record_versions
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.caches import converted
+from benchmarks.provenance import record_versions
 from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.templates.kv_layout import Quantization

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from filling import append
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
+from benchmarks.filling import append
+from kvsurgery.api import convert
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_codes import rotated
@@ -90,10 +89,8 @@ def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel
     config = read_config(source)
     model = Model.of(config).dimensions
     scores = np.ones((model.layers, model.kv_heads), dtype=np.float32)
-    prepared = PreparedConversion.prepare(
-        source, HeadProfile(scores, "ablation", "kv", str(source), model), Recipe.of(sparsity=0.0, quantized=True)
-    )
-    convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)
+    profile = HeadProfile(scores, "ablation", "kv", str(source), model)
+    convert(source, folder, profile, Recipe.of(sparsity=0.0, quantized=True))
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
 
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from cache_quality import windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
+from benchmarks.cache_quality import windows
 from kvsurgery.display import console
 from kvsurgery.templates.kv_codes import dequantize, quantize, rotation
 from kvsurgery.templates.kv_layout import TILE, Quantization

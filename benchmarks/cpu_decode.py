@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from synthetic import build, dimensions, emitted, empty_cache, fill, quantization
 from transformers import LlamaForCausalLM
 
+from benchmarks.synthetic import build, dimensions, emitted, empty_cache, fill, quantization
 from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.templates.kv_layout import KVLayout
 

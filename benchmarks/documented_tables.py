@@ -9,33 +9,33 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "real_model"))
-
-import agreement
-import beyond_context
-import beyond_cost
-import cache_quality
-import cache_report
-import cpu_decode
-import generated_answers
-import gpu_tables
-import heads_report
-import layer_bits
-import long_answers
-import memory_budgets
-import quantized_cache
-import recurrent_report
-import selection_cost
-import selections
-import short_steps
-import tasks
-import vllm_serving
-
+from benchmarks import (
+    cache_quality,
+    cpu_decode,
+    generated_answers,
+    gpu_tables,
+    layer_bits,
+    memory_budgets,
+    quantized_cache,
+    recurrent_report,
+    vllm_serving,
+)
+from benchmarks.real_model import (
+    agreement,
+    beyond_context,
+    beyond_cost,
+    cache_report,
+    heads_report,
+    long_answers,
+    selection_cost,
+    selections,
+    short_steps,
+    tasks,
+)
 from kvsurgery.profile.loading import load_scores
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,15 +23,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import comparison
 import numpy as np
 import torch
 import torch.nn.functional as F
-from caches import ORIGINAL, contenders, converted, filled
-from peers.held import held_bytes
-from provenance import record_versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks import comparison
+from benchmarks.caches import ORIGINAL, contenders, converted, filled
+from benchmarks.peers.held import held_bytes
+from benchmarks.provenance import record_versions
 from kvsurgery.bench.caches import unusable
 from kvsurgery.display import console
 from kvsurgery.evaluate.statistics import interval, resampled_means

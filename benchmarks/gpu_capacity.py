@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from gpu_report import Report, free_memory
-from synthetic import SHAPES, build, dimensions, emitted, occupy
 from torch import nn
 from transformers import PreTrainedModel
 
+from benchmarks.gpu_report import Report, free_memory
+from benchmarks.synthetic import SHAPES, build, dimensions, emitted, occupy
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
 

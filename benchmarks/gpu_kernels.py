@@ -10,11 +10,11 @@ import math
 
 import torch
 import torch.nn.functional as F
-from gpu_report import GIB, Report, free_memory, milliseconds
-from synthetic import RECENT, SINK, fill, occupy, quantization, section
 from torch.nn.attention.bias import causal_lower_right
 from transformers import LlamaConfig
 
+from benchmarks.gpu_report import GIB, Report, free_memory, milliseconds
+from benchmarks.synthetic import RECENT, SINK, fill, occupy, quantization, section
 from kvsurgery.templates.kv_cache import KVLayerCache, KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE
 from kvsurgery.templates.kv_softmax import Scoring, Span, Window

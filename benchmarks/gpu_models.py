@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpu_report import Report, free_memory, milliseconds, synchronize
-from synthetic import build, dimensions, emitted, empty_cache, fill
 from torch.autograd import DeviceType
 from transformers import LlamaForCausalLM
 
+from benchmarks.gpu_report import Report, free_memory, milliseconds, synchronize
+from benchmarks.synthetic import build, dimensions, emitted, empty_cache, fill
 from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_graph import UNFIT, capture

@@ -20,15 +20,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from provenance import record_versions
 from transformers.utils import logging
 
+from benchmarks.provenance import record_versions
 from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import CacheTrial
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.policy.policy import decide
+from kvsurgery.policy.evidence import Evidence
+from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
@@ -45,7 +46,7 @@ def auto_bits(losses: CacheLosses, path: str, budget: float) -> list[int]:
     profile = HeadProfile(scores, "ablation", "kv", losses.base_model, losses.model)
     recipe = Recipe.of(sparsity=0.0, kv_bits="auto", kv_budget=budget, kv_measured=path)
     assert losses.windows is not None  # as the command measures them
-    layers = decide(profile, ModelLayers(losses.windows), recipe, None, losses).layers
+    layers = Policy.of(recipe, Evidence(profile, losses=losses), ModelLayers(losses.model, losses.windows)).layers
     return [layer.quantization.bits for layer in layers if layer.quantization]
 
 

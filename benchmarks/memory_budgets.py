@@ -20,14 +20,16 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from provenance import record_versions
 from transformers.utils import logging
 
-from kvsurgery.conversion.prepared import PreparedConversion
+from benchmarks.provenance import record_versions
+from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.policy.fit import Fit
+from kvsurgery.policy.evidence import Evidence
+from kvsurgery.policy.fit import Fit, fit
+from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.prices import Candidate
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import best_heads
@@ -49,9 +51,8 @@ def fit_result(model: Path, profile: HeadProfile, losses: str, memory: int, cont
         recent=cache_losses.recent,
         kv_measured=losses,
     )
-    result = PreparedConversion.prepare(model, profile, recipe).fit
-    assert result is not None  # as there is a demand
-    return result
+    checkpoint = Checkpoint.open(model)
+    return fit(recipe, Evidence(profile, losses=cache_losses), checkpoint.model.layers, Footprint.of(checkpoint))
 
 
 def compared_policies(fit: Fit) -> list[Candidate]:

@@ -14,9 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import figures
-from caches import ORIGINAL
 from matplotlib.figure import Figure
+
+from benchmarks import figures
+from benchmarks.caches import ORIGINAL
 
 
 def series(name: str) -> str:

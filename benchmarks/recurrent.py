@@ -32,12 +32,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from budgets import HERE
-from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Recurrent, Truncation
-from recurrent_report import ABOVE, OURS, RANDOM, WORST, claimed, plot, show, verdicts
-from synthetic import dimensions, emitted
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.budgets import HERE
+from benchmarks.recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Recurrent, Truncation
+from benchmarks.recurrent_report import ABOVE, OURS, RANDOM, WORST, claimed, plot, show, verdicts
+from benchmarks.synthetic import dimensions, emitted
 from kvsurgery.bench.memory import LiveBytes
 from kvsurgery.display import console
 from kvsurgery.system.memory import peak_memory

@@ -12,17 +12,14 @@ layers keep from chunk to chunk. All run the same emitted model and its attentio
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_encode import ChunkEncoder, Encoder, EncodingLayer, best_places
 from kvsurgery.templates.kv_gather import gather, similarity

@@ -30,7 +30,8 @@ from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.heads.kinds import full_heads
-from kvsurgery.policy.policy import Policy, decide
+from kvsurgery.policy.evidence import Evidence
+from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.duo import import_duo
@@ -131,13 +132,14 @@ def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> 
     """One row for every sparsity and number of ranks of a model."""
     shape, tokens = SHAPES[name], arguments.context
     model, scores = shape.attention, kv_scores(profile, "mean")
+    layers = ModelLayers(model, [None] * model.layers)
     rows = []
     for sparsity in (0.0, *SPARSITIES):
         recipe = Recipe.of(sparsity=sparsity, sink=SINK, recent=RECENT)
         for ranks in RANKS:
             blocks = min(ranks, model.kv_heads)
             uneven_policy, even_policy = (
-                decide(profile, ModelLayers([None] * model.layers), recipe.changed(tp=blocks, tp_uneven=uneven))
+                Policy.of(recipe.changed(tp=blocks, tp_uneven=uneven), Evidence(profile), layers)
                 for uneven in (True, False)
             )
             uneven_score, even_score = (score(scores, policy) for policy in (uneven_policy, even_policy))

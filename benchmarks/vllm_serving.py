@@ -28,10 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from kvsurgery.api import convert
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
@@ -187,8 +186,7 @@ def conversions(source: Path, out: Path, shares: list[float], options: argparse.
     for share in shares:
         folder = out / f"{share}"
         recipe = Recipe.of(sparsity=1 - share, sink=options.sink, recent=options.recent)
-        prepared = PreparedConversion.prepare(source, profile, recipe)
-        convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)
+        convert(source, folder, profile, recipe)
         folders[f"{share:.0%} full"] = folder
     return folders
 

@@ -14,7 +14,9 @@ import pytest
 
 from kvsurgery.conversion.engine import Target, move_bytes
 from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
 from tests.helpers.command import done
 from tests.helpers.shards import SIZES, tree
 
@@ -272,7 +274,7 @@ def test_full_size(tmp_path: Path, name: str) -> None:
     assert plan["kv_heads"]["streaming"] == streaming
     assert plan["tensors"]["moved"] <= 4 * 32
 
-    prepared = PreparedConversion.prepare(source, HeadProfile.load(profile))
+    prepared = PreparedConversion.prepare(source, Recipe(), Evidence(HeadProfile.load(profile)))
     assert sum(tensor.size for tensor in prepared.checkpoint.tensors) == total_size
     shard = prepared.checkpoint.shards[3]
     with open(tmp_path / "moved", "wb") as file:

@@ -18,7 +18,7 @@ class Contender:
         name: what it is called; unique.
         series: what it is a setting of, a line of the picture.
         kind: "stock", "converted", "quantized" (QuantizedCache) or "press" (kvpress).
-        options: of `PreparedConversion.prepare`, of QuantizedCache, or of the press.
+        options: of `Recipe.of`, of QuantizedCache, or of the press.
         equals: the converted model whose share of the full cache a press is told to keep; empty where it is told heads.
     """
 

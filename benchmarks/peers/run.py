@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import venv
 from pathlib import Path
@@ -36,12 +35,9 @@ from report import plot, show
 from safetensors.torch import save_file
 from worker import AFTER
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from budgets import HERE, load_task
-
+from benchmarks.budgets import HERE, load_task
 from kvsurgery import __version__
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.api import convert
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 
@@ -67,8 +63,7 @@ def make(contender: Contender, profile: HeadProfile, folder: Path) -> None:
     """Convert the bundled model as a contender says."""
     options = dict(contender.options)
     bits = options.pop("bits", None)
-    prepared = PreparedConversion.prepare(HERE / "model", profile, Recipe.of(kv_bits=bits, **options))
-    convert(prepared.checkpoint, prepared.plan, place(folder, contender), prepared.emitted.files)
+    convert(HERE / "model", place(folder, contender), profile, Recipe.of(kv_bits=bits, **options))
 
 
 def questions(task: ModuleType, seed: int, count: int, prompt: int) -> torch.Tensor:

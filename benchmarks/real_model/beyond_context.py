@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,16 +23,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import stock
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
-from trials import Prompt, chained_prompts, listing_prompts, prompts
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from provenance import record_versions
-from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Reading, Recurrent, Truncation, duplicate
-from synthetic import dimensions, emitted
-
+from benchmarks.provenance import record_versions
+from benchmarks.real_model.models import stock
+from benchmarks.real_model.trials import Prompt, chained_prompts, listing_prompts, prompts
+from benchmarks.recurrent_methods import (
+    BM25,
+    Full,
+    Gathered,
+    InfiniPot,
+    InfLLM,
+    Method,
+    Reading,
+    Recurrent,
+    Truncation,
+    duplicate,
+)
+from benchmarks.synthetic import dimensions, emitted
 from kvsurgery.display import console
 from kvsurgery.display.figure import new_figure, save_figure
 from kvsurgery.evaluate.results import Interval

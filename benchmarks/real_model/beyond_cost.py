@@ -12,22 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from beyond_context import CATALYST, DTYPES, FACTS, ROOM, SETTINGS, choosing, loaded, recurrent
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, prompts
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from peers.held import held_bytes
-from provenance import record_versions
-from recurrent_methods import Full, Method
-
+from benchmarks.peers.held import held_bytes
+from benchmarks.provenance import record_versions
+from benchmarks.real_model.beyond_context import CATALYST, DTYPES, FACTS, ROOM, SETTINGS, choosing, loaded, recurrent
+from benchmarks.real_model.trials import Prompt, prompts
+from benchmarks.recurrent_methods import Full, Method
 from kvsurgery.display import console
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.tokens import token_ids

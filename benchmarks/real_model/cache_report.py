@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +15,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import figures
-from paired import HEADS, Scores, outside_window, scores
-
+from benchmarks import figures
+from benchmarks.real_model.paired import HEADS, Scores, outside_window, scores
 from kvsurgery.recipe import Streaming
 
 ORIGINAL = "original"

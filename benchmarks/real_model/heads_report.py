@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from paired import HEADS, Scores, outside_window, scores
 
+from benchmarks.real_model.paired import HEADS, Scores, outside_window, scores
 from kvsurgery.display.figure import new_figure, save_figure
 
 NAME = re.compile(r"(?P<heads>.+), (?P<share>\d+)% full, (?P<size>\d+\+\d+)")

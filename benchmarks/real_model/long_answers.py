@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -33,22 +32,31 @@ except ImportError:
 import numpy as np
 import torch
 import torch.nn.functional as F
-from models import converted, stock
-from sessions import H2O, TOVA, PressSession, Session, checked_bytes
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Question, answered_correctly, hide, needles_of, questions, stated, windows
 
-from kvsurgery.conversion.prepared import PreparedConversion
+from benchmarks.provenance import record_versions
+from benchmarks.real_model.models import converted, stock
+from benchmarks.real_model.sessions import H2O, TOVA, PressSession, Session, checked_bytes
+from benchmarks.real_model.trials import (
+    Prompt,
+    Question,
+    answered_correctly,
+    hide,
+    needles_of,
+    questions,
+    stated,
+    windows,
+)
+from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
+from kvsurgery.policy.decision import decide
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Budgeted, Recipe
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from provenance import record_versions
 
 ORIGINAL, SINK, QUARTERS, FACTS, TOP_P = "original", 4, 4, 6, 0.95
 SPAN = 1024  # tokens of an answer whose time is taken together while it is written
@@ -147,7 +155,7 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
 
 def _bytes(source: Path, profile: HeadProfile, recipe: Recipe) -> int:
     """The most bytes that a cache without full heads holds of one sequence, in 16 bit."""
-    return PreparedConversion.prepare(source, profile, recipe).policy.layout.kv_bytes(1, 2**15, 2**15)
+    return decide(recipe, Evidence(profile), Checkpoint.open(source)).policy.layout.kv_bytes(1, 2**15, 2**15)
 
 
 @torch.inference_mode()

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.api import convert
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 
@@ -30,12 +29,6 @@ def converted(source: Path, profile: HeadProfile, recipe: Recipe, device: str = 
     """A checkpoint's model after conversion, in float32, loaded with transformers alone."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
-        convert_into(folder, source, profile, recipe)
+        convert(source, folder, profile, recipe)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
         return model.eval().to(device)
-
-
-def convert_into(folder: Path, source: Path, profile: HeadProfile, recipe: Recipe) -> None:
-    """Convert a checkpoint into a new folder."""
-    prepared = PreparedConversion.prepare(source, profile, recipe)
-    convert(prepared.checkpoint, prepared.plan, folder, prepared.emitted.files)

@@ -22,10 +22,10 @@ from unittest import mock
 
 import torch
 import transformers
-from models import converted
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.real_model.models import converted
 from kvsurgery import __version__
 from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile

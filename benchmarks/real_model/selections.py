@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +18,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Question, answered_correctly, hide, needles_of, stated, windows
 
+from benchmarks.budgets import HERE, load_task
+from benchmarks.provenance import record_versions
+from benchmarks.real_model.models import converted, stock
+from benchmarks.real_model.trials import Prompt, Question, answered_correctly, hide, needles_of, stated, windows
 from kvsurgery.display import console
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
@@ -32,10 +33,6 @@ from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import ATTENTION, SELECTS
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from budgets import HERE, load_task
-from provenance import record_versions
 
 ORIGINAL, QUARTERS, FACTS = "original", 4, 4
 ASKED = 0, 2, 4  # after how many quarters of what follows

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from peers.held import held_bytes
-
+from benchmarks.peers.held import held_bytes
 from kvsurgery.templates.kv_layout import KVLayout
 
 BLOCK = 512  # tokens that are read at once

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import transformers
-from models import converted, stock
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.real_model.models import converted, stock
 from kvsurgery import __version__
 from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,13 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import convert_into
 from transformers.utils import logging
-from which_heads import ORIGINAL, choices
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from provenance import record_versions
-
+from benchmarks.provenance import record_versions
+from benchmarks.real_model.which_heads import ORIGINAL, choices
+from kvsurgery.api import convert
 from kvsurgery.display import console
 from kvsurgery.display.progress import silent
 from kvsurgery.evaluate.options import Options
@@ -187,7 +184,7 @@ def main() -> None:
         if choice.name in (arguments.only or [choice.name]) and choice.name not in report["results"]:
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) / "converted"
-                convert_into(folder, arguments.model, choice.profile, choice.recipe)
+                convert(arguments.model, folder, choice.profile, choice.recipe)
                 keep(choice.name, folder)
     print("\n".join(table(report)))
 

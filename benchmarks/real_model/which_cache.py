@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +28,13 @@ except ImportError:
 import numpy as np
 import torch
 import torch.nn.functional as F
-from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel, QuantizedCache
 from transformers.utils import logging
-from trials import Prompt, answered_correctly, asked_at_end, continued, prompts
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from peers.held import held_bytes
-from provenance import record_versions
-
+from benchmarks.peers.held import held_bytes
+from benchmarks.provenance import record_versions
+from benchmarks.real_model.models import converted, stock
+from benchmarks.real_model.trials import Prompt, answered_correctly, asked_at_end, continued, prompts
 from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.full_heads import kv_scores

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Window, correct_answers, nats, next_tokens, prompts, windows
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from provenance import record_versions
-
+from benchmarks.provenance import record_versions
+from benchmarks.real_model.models import converted, stock
+from benchmarks.real_model.trials import Prompt, Window, correct_answers, nats, next_tokens, prompts, windows
 from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.measure.own_answers import read_answers

@@ -95,7 +95,8 @@ class ModelAttention:
     @cached_property
     def layers(self) -> ModelLayers:
         """What attention each layer has, and where its KV cache is."""
-        return ModelLayers(self.windows, self.family.has_chunked_layers, self.sliding_dimensions, self.sources)
+        chunked = self.family.has_chunked_layers
+        return ModelLayers(self.dimensions, self.windows, chunked, self.sliding_dimensions, self.sources)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

@@ -192,7 +192,8 @@ def convert(
     request = request_of(source, revision, recipe)
     if stream and request.folder is not None:
         raise click.UsageError(f"--stream requires a Hub id, but {request.place} is a folder")
-    if options["method"] == "reform" and (request.profile is not None or request.reform is None):
+    evidence = request.evidence
+    if options["method"] == "reform" and (evidence.scores is not None or evidence.embedding is None):
         raise click.UsageError("--method reform takes a reform profile alone; to add scores, leave --method out")
     if dry_run or out is None:
         if out is not None:
@@ -201,7 +202,7 @@ def convert(
                 check_outside(out, request.folder)
         prepared = request.prepare()
         _note(prepared, request)
-        facts = plan.plan_facts(prepared, request.profile or request.reform)
+        facts = plan.plan_facts(prepared)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
         else:
@@ -219,7 +220,7 @@ def convert(
         prepared = request.prepare(out)
         _note(prepared, request)
         result = _convert(prepared, out, jobs, kv_check, trust_remote_code, overwrite)
-    facts = plan.plan_facts(prepared, request.profile or request.reform)
+    facts = plan.plan_facts(prepared)
     if as_json:
         click.echo(json.dumps({**facts, **result}, indent=2))
     else:

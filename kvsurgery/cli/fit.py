@@ -140,7 +140,7 @@ def fit(
     prepared = request.prepare()
     warn_about_memory(prepared, request)
     warn_about_serving(prepared)
-    name, recipe, fit_result = prepared.checkpoint.name, prepared.policy.recipe, prepared.fit
+    name, recipe, fit_result = prepared.checkpoint.name, prepared.policy.recipe, prepared.decision.fit
     assert fit_result is not None  # as the recipe has a demand
     if picture is not None:
         _plot(fit_result, name, picture)
@@ -150,7 +150,7 @@ def fit(
     profiles = [word for path in recipe.profiles for word in ("--profile", path)]
     words = [*source_words, *profiles, *flags_of(recipe), "--out", f"{Path(name).name}-fit"]
     command = shlex.join(["kvsurgery", "convert", *words])
-    facts = plan.plan_facts(prepared, request.profile)
+    facts = plan.plan_facts(prepared)
     if as_json:
         pareto = [plan.candidate_facts(candidate, fit_result) for candidate in fit_result.pareto]
         click.echo(json.dumps({**facts, "pareto": pareto, "command": command}, indent=2))

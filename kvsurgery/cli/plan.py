@@ -16,14 +16,14 @@ from kvsurgery.heads.lengths import length_name
 from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.fit import Fit
 from kvsurgery.policy.prices import Candidate
-from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import AUTO
 from kvsurgery.vllm.forecast import serving_limits
 
 
-def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dict[str, Any]:
+def plan_facts(prepared: PreparedConversion) -> dict[str, Any]:
     """The plan as plain data."""
-    checkpoint, policy, plan = prepared.checkpoint, prepared.policy, prepared.plan
+    checkpoint, decision, plan = prepared.checkpoint, prepared.decision, prepared.plan
+    policy, profile = decision.policy, decision.profile
     config, replicated = prepared.emitted.config, checkpoint.model.family.replicated
     moved_tensors = set(plan.moved)
     return {
@@ -59,7 +59,7 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
             for layer in policy.layers
         ],
         "tensors": {"moved": len(moved_tensors), "copied": len(plan.moves) - len(moved_tensors)},
-        **({"fit": fit_facts(prepared.fit)} if prepared.fit else {}),
+        **({"fit": fit_facts(decision.fit)} if decision.fit else {}),
         "replicated": replicated,
         "ranks": rank_table(config, replicated),
         "bytes_to_write": checkpoint.size + sum(map(len, prepared.emitted.files.values())),

@@ -69,7 +69,7 @@ def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:
     """Print what a choice by memory does not take into account, and the command that measures it."""
     from kvsurgery.display import console
 
-    fit, positions = prepared.fit, prepared.checkpoint.positions
+    fit, positions = prepared.decision.fit, prepared.checkpoint.positions
     if fit is None:
         return
     demand = fit.demand

@@ -74,7 +74,7 @@ def sweep(
         raise OutputError(f"{out} holds other results than a sweep's; give the sweep a folder of its own with --out")
     reserve(reserved_folder(out))
     request = request_of(source, revision, _recipe(axes, options))
-    if request.reform is not None:
+    if request.evidence.embedding is not None:
         raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")
     tasks = tasks_of(ctx)
     quiet_transformers()
@@ -85,7 +85,7 @@ def sweep(
     from kvsurgery.report import write_sweep
     from kvsurgery.system.processes import is_first
 
-    grid = Grid(Path(request.place), request.profile, request.recipe, axes, budgets=request.budgets)
+    grid = Grid(Path(request.place), request.recipe, request.evidence, axes)
     folder, identity = request.fetched(lambda headers: replace(grid, source=headers).settings())
     run = run_options(ctx, folder)
     with console.step_progress("sweeping") as advance:

@@ -237,7 +237,7 @@ def _attention(model: Model | None) -> tuple[ModelDimensions | None, ModelLayers
             return model.dimensions, model.layers, model.state_bytes()
     except UnsupportedModel:
         pass
-    return None, ModelLayers(()), 0
+    return None, ModelLayers(ModelDimensions(0, 0, 0, 0), ()), 0
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:

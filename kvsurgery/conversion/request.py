@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from kvsurgery.conversion.output import check_no_other, check_space
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import CheckpointError, HubError, ProfileError
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.loading import load_scores, pinned
 from kvsurgery.recipe import Recipe
 from kvsurgery.system.repo_id import checkpoint_folder, is_address
 
@@ -27,18 +27,14 @@ class Request:
     Attributes:
         place, revision: a folder, or a Hub id and its branch, tag or commit.
         recipe: how to convert it.
-        profile: decides the heads; None: every head stays full.
-        reform: has the embedding heads by which long prompts are read.
-        budgets: has the scores that budgets follow; None: those of the profile.
+        evidence: what was measured of it.
         from_profile: whether the place is the model that the profile names, as no source was given.
     """
 
     place: str
     revision: str | None
     recipe: Recipe
-    profile: HeadProfile | None
-    reform: HeadProfile | None
-    budgets: HeadProfile | None = None
+    evidence: Evidence
     from_profile: bool = False
 
     @classmethod
@@ -55,26 +51,16 @@ class Request:
             ProfileError: a profile cannot be read, there are two of a kind, or none, and nothing is asked for.
             CheckpointError: there is neither a source nor a profile that names one.
         """
-        loaded_profiles = [*profiles]
-        if not loaded_profiles:
-            loaded_profiles = [load_scores(path) for path in recipe.profiles]
-            recipe = replace(recipe, profiles=tuple(map(pinned, recipe.profiles, loaded_profiles)))
-        budgets = None
-        if recipe.budgets_from is not None:
-            budgets = load_scores(recipe.budgets_from)
-            recipe = recipe.changed(budgets_from=pinned(recipe.budgets_from, budgets))
-        if budgets is not None and all(profile.scores is None for profile in loaded_profiles):
-            loaded_profiles.append(budgets)
-        profile, reform = _split_by_kind(loaded_profiles)
-        measured_profile = profile or reform
-        if measured_profile is None and recipe.cache is None:
+        evidence, recipe = Evidence.read(recipe, profiles)
+        profile = evidence.profile
+        if profile is None and recipe.cache is None:
             raise ProfileError("no head profile is given; without one, `cache.bits` quantizes the cache of every head")
         from_profile = source is None
         if from_profile:
-            if measured_profile is None:
+            if profile is None:
                 raise CheckpointError("no checkpoint is given, and no head profile that names one")
-            source, revision = _measured_model(measured_profile, revision, recipe)
-        return cls(str(source), revision, recipe, profile, reform, budgets, from_profile)
+            source, revision = _measured_model(profile, revision, recipe)
+        return cls(str(source), revision, recipe, evidence, from_profile)
 
     @property
     def folder(self) -> Path | None:
@@ -103,15 +89,7 @@ class Request:
     def plan(self, folder: Path, commit: str | None = None) -> PreparedConversion:
         """The conversion of the folder that the place is, or that a Hub id was fetched to."""
         name = self.place if self.folder is None else None
-        return PreparedConversion.prepare(
-            folder,
-            self.profile,
-            self.recipe,
-            reform=self.reform,
-            budgets=self.budgets,
-            name=name,
-            revision=commit,
-        )
+        return PreparedConversion.prepare(folder, self.recipe, self.evidence, name=name, revision=commit)
 
     def prepare(self, out: Path | None = None) -> PreparedConversion:
         """Plan the conversion. The weights of a Hub id are downloaded only for a folder to fill, after its headers.
@@ -169,14 +147,3 @@ def _measured_model(profile: HeadProfile, revision: str | None, recipe: Recipe) 
         return profile.base_model, revision
     names = (*recipe.profiles, *([recipe.budgets_from] if recipe.budgets_from else []))
     return profile.origin.place(Path(name) for name in names if not is_address(name))
-
-
-def _split_by_kind(profiles: Iterable[HeadProfile]) -> tuple[HeadProfile | None, HeadProfile | None]:
-    """The profile of scores and that of embedding heads, if there are such."""
-    score_profiles: list[HeadProfile] = []
-    reform_profiles: list[HeadProfile] = []
-    for profile in profiles:
-        (reform_profiles if profile.scores is None else score_profiles).append(profile)
-    if len(score_profiles) > 1 or len(reform_profiles) > 1:
-        raise ProfileError("two head profiles of the same kind; `kvsurgery profile merge` makes one of them")
-    return next(iter(score_profiles), None), next(iter(reform_profiles), None)

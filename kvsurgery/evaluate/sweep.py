@@ -21,8 +21,8 @@ from kvsurgery.evaluate.runner import Evaluation, started_evaluation
 from kvsurgery.evaluate.sample import Task
 from kvsurgery.evaluate.standing import Steps
 from kvsurgery.evaluate.sweep_results import FILE, Point, Sweep, named, varied
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.policy.layer_bits import UNQUANTIZED
-from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 
 SCRATCH = "sweep-checkpoint"  # one name for all, since transformers keeps emitted code by the folder's
@@ -55,20 +55,17 @@ class Grid:
 
     Attributes:
         source: the original's folder.
-        profile: decides the heads of every setting; None: every head stays full.
-        recipe: what all settings share.
+        recipe, evidence: what all settings share.
         axes: values by field of the recipe; of `kv_bits`, 16 is a cache in the model's dtype.
         name, revision: the original's Hub id and commit, if it comes from the Hub.
-        budgets: has the scores that budgets follow; None: those of the profile.
     """
 
     source: Path
-    profile: HeadProfile | None
     recipe: Recipe
+    evidence: Evidence
     axes: Mapping[str, Sequence[Any]]
     name: str | None = None
     revision: str | None = None
-    budgets: HeadProfile | None = None
 
     @property
     def distinct_axes(self) -> dict[str, tuple[Any, ...]]:
@@ -100,12 +97,7 @@ class Grid:
         try:
             recipe = self.recipe.changed(**values)
             prepared = PreparedConversion.prepare(
-                self.source,
-                self.profile,
-                recipe,
-                budgets=self.budgets,
-                name=self.name,
-                revision=self.revision,
+                self.source, recipe, self.evidence, name=self.name, revision=self.revision
             )
         except PolicyError as error:
             return Refused(options, str(error))
@@ -204,7 +196,7 @@ def _results(grid: Grid, settings: Sequence[SweptSetting | Refused], evaluation:
         command=command,
         settings={
             **original_results.settings,
-            **({"profile": grid.profile.hash} if grid.profile else {}),
+            **({"profile": grid.evidence.scores.hash} if grid.evidence.scores else {}),
             "conversion": grid.to_json(),
         },
         versions=original_results.versions,

@@ -51,12 +51,14 @@ class ModelLayers:
     """What attention each layer of a model has, and where its KV cache is.
 
     Attributes:
+        dimensions: of the layers with full attention.
         windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
         chunked: whether windows are chunks.
-        sliding: dimensions of the layers with a window, where these are not the model's.
+        sliding: dimensions of the layers with a window, where these are others.
         sources: the layers that share the KV cache of an earlier one, and which.
     """
 
+    dimensions: ModelDimensions
     windows: Sequence[int | None]
     chunked: bool = False
     sliding: ModelDimensions | None = None

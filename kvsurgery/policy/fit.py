@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvsurgery.errors import PolicyError
+from kvsurgery.errors import PolicyError, ProfileError
 from kvsurgery.heads.dimensions import ModelLayers
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import decide, usual_rest
+from kvsurgery.policy.policy import Policy
 from kvsurgery.policy.prices import ERRORS, LEAST_BUDGET, Candidate, Prices, quantizations
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import kv_scores
-from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Cache, Demand, Recipe
 from kvsurgery.system.sizes import size
 
@@ -52,14 +52,7 @@ def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(result)
 
 
-def fit(
-    profile: HeadProfile,
-    model: ModelLayers,
-    footprint: Footprint,
-    recipe: Recipe,
-    budgets: HeadProfile | None = None,
-    losses: CacheLosses | None = None,
-) -> Fit:
+def fit(recipe: Recipe, evidence: Evidence, model: ModelLayers, footprint: Footprint) -> Fit:
     """Price every policy and choose the best that fits: over full heads, budgets and bits.
 
     Streaming heads have the sizes that are given, and every number of full heads is a candidate, of blocks that are
@@ -70,31 +63,32 @@ def fit(
     do not cover, prices are a guess, and caches of 2 bits are no candidates.
 
     Args:
-        profile, model, budgets: as `decide` takes them.
-        footprint: what a process holds and computes of the model.
         recipe: what has to fit, and all that is not chosen: what the rest is, its sizes, and how a cache is quantized.
-        losses: of this model, with the recipe's streaming heads.
+        evidence, model: as `Policy.of` takes them; losses are of the recipe's streaming heads.
+        footprint: what a process holds and computes of the model.
 
     Raises:
         PolicyError: nothing fits, the losses are of other streaming heads, fields are out of range, or every score is
             0.
+        ProfileError: there are no scores.
     """
-    if recipe.fit is None:
-        raise PolicyError("`fit` is missing: give the memory and the context")
+    demand, profile = recipe.fit, evidence.scores
+    assert demand is not None  # as there is nothing to fit without one
+    if profile is None:
+        raise ProfileError("`fit` chooses heads by their scores; give a head profile")
     cache = recipe.cache or Cache()
-    base_recipe = recipe.changed(rest=recipe.rest or usual_rest(profile, budgets), fit=None, kv_bits=8)
+    base_recipe = recipe.changed(rest=recipe.rest or evidence.rest, fit=None, kv_bits=8)
     budget = None if base_recipe.streaming else LEAST_BUDGET
     # raises what is wrong with the recipe before anything is priced
     checked_recipe = base_recipe.changed(full_heads=0, budget=budget, kv_bits=8 if cache.streaming else None)
-    beta = decide(profile, model, checked_recipe, budgets).options.get("beta")
+    beta = Policy.of(checked_recipe, replace(evidence, losses=None), model).options.get("beta")
     scores = kv_scores(profile, recipe.heads.group_reduce, model.sources)[model.eligible]
     if not scores.any():
         raise PolicyError("every score of this profile is 0, so no policy is better than another; use another profile")
 
     # a strict layout has this many full heads at a time
     run = 1 if recipe.devices.tp_uneven else recipe.devices.tp
-    demand = recipe.fit
-    streaming = base_recipe.streaming
+    streaming, losses = base_recipe.streaming, evidence.losses
     if streaming is None:
         losses = None
     elif losses is not None and (streaming.sink, streaming.recent) != (losses.sink, losses.recent):
@@ -105,7 +99,7 @@ def fit(
     cache_quantizations = quantizations(cache, footprint.model.head_dim, ERRORS if losses is None else losses.settings)
     stored_windows = [0 if layer in model.sources else window for layer, window in enumerate(model.windows)]
     prices = Prices(footprint, demand, stored_windows, scores, cache_quantizations, run, losses)
-    budget_scores = kv_scores(budgets or profile, recipe.heads.group_reduce, model.sources)[model.eligible]
+    budget_scores = kv_scores(evidence.budgets or profile, recipe.heads.group_reduce, model.sources)[model.eligible]
     candidates = [*prices.candidates(base_recipe, budget_scores, beta)]
     fitting_candidates = [candidate for candidate in candidates if candidate.total <= demand.memory]
     if not fitting_candidates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,17 +12,19 @@ import numpy as np
 from blake3 import blake3
 
 from kvsurgery.errors import PolicyError
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers, attention_name
-from kvsurgery.heads.kinds import BUDGETED, FULL, HeadKind, Rest, counts
+from kvsurgery.heads.dimensions import ModelLayers
+from kvsurgery.heads.kinds import BUDGETED, FULL, HeadKind, counts
 from kvsurgery.heads.section import quantization_section, selection_section
-from kvsurgery.policy.budgets import BETA, allocate_budgets
+from kvsurgery.policy.budgets import allocate_budgets
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.policy.layer_bits import with_layer_bits
+from kvsurgery.policy.measured import measured_cache
 from kvsurgery.policy.tensor_parallel import arrange, check_blocks
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import MAX_BUDGET, SCORE_METHODS
-from kvsurgery.recipe import Recipe, default
+from kvsurgery.recipe import AUTO, Recipe, default
 from kvsurgery.templates.kv_layout import (
     TILE,
     KVLayout,
@@ -49,6 +51,41 @@ class Policy:
     options: dict[str, Any]
     reform: Reform | None = None
     rounded: int = 0
+
+    @classmethod
+    def of(cls, recipe: Recipe, evidence: Evidence, model: ModelLayers) -> Policy:
+        """Choose the full heads: N of the highest scores, then the earlier layer, then the earlier head.
+
+        With several blocks, every layer has a multiple of `tp` full heads: their number is rounded to such a multiple
+        over the model, halves up, and of all choices of that many heads the one with the largest sum of scores is
+        taken. Without scores every head stays full, in a cache that may be quantized.
+
+        Args:
+            recipe: what is asked for, but a demand. Sparsity S of the N KV heads in full-attention layers makes exactly
+                round(S x N) of them not full, halves to the even count; blocks are ordered by `arrange`.
+            evidence: of this model.
+            model: its layers. Those that share a KV cache have one layer's heads, decided by the largest score of a
+                head in all of them.
+
+        Raises:
+            PolicyError: fields are out of range, no layer has full attention, or heads are to be chosen without scores.
+            ProfileError: a profile has no scores.
+        """
+        _check_model(model, recipe)
+        mask = asked_mask = np.ones((model.dimensions.layers, model.dimensions.kv_heads), dtype=bool)
+        if evidence.scores is None:
+            recipe = _completed(recipe, evidence)
+        else:
+            scores = kv_scores(evidence.scores, recipe.heads.group_reduce, model.sources)
+            _check_threshold(recipe.heads.threshold, evidence.scores.method)
+            recipe = _completed(recipe, evidence)
+            mask = asked_mask = full_mask(scores, model.eligible, recipe.heads.chosen or {"full_heads": 0})
+            tp = recipe.devices.tp
+            if tp > 1 and not recipe.devices.tp_uneven:
+                mask = best_heads(scores, model.eligible, (2 * int(asked_mask.sum()) + tp) // (2 * tp), tp)
+        layers = _layers(mask, _budgets(mask, evidence.budget_scores, model, recipe), recipe)
+        layout = _layout(layers, model, recipe, evidence.losses)
+        return cls(layout, recipe, _options(recipe, evidence), rounded=int(mask.sum() - asked_mask.sum()))
 
     @property
     def layers(self) -> tuple[LayerLayout, ...]:
@@ -106,142 +143,66 @@ class Policy:
         return self.counts[FULL]
 
 
-def decide(
-    profile: HeadProfile,
-    model: ModelLayers,
-    recipe: Recipe = Recipe(),
-    budgets: HeadProfile | None = None,
-    losses: CacheLosses | None = None,
-) -> Policy:
-    """Choose the full heads: exactly this many of the highest scores, then the earlier layer, then the earlier head.
-
-    With several blocks, every layer has a multiple of `tp` full heads: their number is rounded to such a multiple over
-    the model, halves up, and of all choices of that many heads the one with the largest sum of scores is taken.
-
-    Args:
-        profile: scores per KV or query head; query heads are reduced over their group.
-        model: its layers. Those that share a KV cache have one layer's heads, decided by the largest score of a head in
-            all of them.
-        recipe: what is asked for. Sparsity S of the N KV heads in full-attention layers makes exactly round(S x N) of
-            them not full, halves to the even count; blocks are ordered by `arrange`.
-        budgets: scores that budgets follow, in place of those that choose the full heads.
-        losses: by which `kv_bits` "auto" chooses.
+def _completed(recipe: Recipe, evidence: Evidence) -> Recipe:
+    """The recipe with what the evidence means where it says nothing, and without what makes no difference.
 
     Raises:
-        PolicyError: fields are out of range, or no layer has full attention.
-        ProfileError: the profile or `budgets` has no scores.
+        PolicyError: heads are to be chosen without scores, it does not say how many are full, where budgets follow
+            another profile, or the cache was not measured so.
     """
-    if len(model.windows) != profile.model.layers:
-        raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(model.windows)}")
-    eligible, budget_profile = model.eligible, budgets or profile
-    for measured_profile in (profile, budget_profile):
-        if (unmeasured_layers := np.flatnonzero(eligible & ~measured_profile.eligible)).size:
-            measured = attention_name((measured_profile.windows or ())[unmeasured_layers[0]])
+    if evidence.losses and recipe.cache and recipe.cache.bits != AUTO:
+        recipe = replace(recipe, cache=measured_cache(recipe.cache, evidence.losses))
+    if evidence.scores is None:
+        stated = recipe.stated("heads") or recipe.stated("streaming") or recipe.stated("budgeted")
+        if stated or recipe.rest:
             raise PolicyError(
-                f"layer {unmeasured_layers[0]} has full attention in this model and {measured} in the profile's, "
-                f"{measured_profile.base_model}; measure this model: kvsurgery profile compute"
+                f"{stated or '`rest`'} requires a profile with scores, and none is given; add one, or leave it out, "
+                "and every head stays full"
             )
-    _check_model(model, profile.model, recipe)
-    scores = kv_scores(profile, recipe.heads.group_reduce, model.sources)
-    _check_threshold(recipe.heads.threshold, profile.method)
-    recipe = completed(recipe, profile, budgets)
-    mask = asked_mask = full_mask(scores, eligible, recipe.heads.chosen or {"full_heads": 0})
-    tp = recipe.devices.tp
-    if tp > 1 and not recipe.devices.tp_uneven:
-        mask = best_heads(scores, eligible, (2 * int(asked_mask.sum()) + tp) // (2 * tp), tp)
-    layers = _layers(mask, _budgets(mask, budget_profile, model, recipe), recipe)
-    layout = _layout(layers, model, profile.model, recipe, losses)
-    options = {"method": profile.method, **_options(recipe, losses)}
-    if "query" not in (profile.granularity, budget_profile.granularity):
-        options.pop("group_reduce", None)
-    if budgets is None:
-        options.pop("budgets_from", None)
-    elif "budgets_from" in options:  # the file's content, not its place
-        options["budgets_from"] = f"{budgets.method} {budgets.hash[:16]}"
-    return Policy(layout, recipe, options, rounded=int(mask.sum() - asked_mask.sum()))
-
-
-def keep_all(
-    dimensions: ModelDimensions, model: ModelLayers, recipe: Recipe, losses: CacheLosses | None = None
-) -> Policy:
-    """The policy without scores to choose heads by: every head stays full, in a cache that may be quantized.
-
-    Raises:
-        PolicyError: the recipe asks for other heads, fields are out of range, or no layer has full attention.
-    """
-    _check_model(model, dimensions, recipe)
-    stated = recipe.stated("heads") or recipe.stated("streaming") or recipe.stated("budgeted")
-    if stated or recipe.rest:
-        raise PolicyError(
-            f"{stated or '`rest`'} requires a profile with scores, and none is given; add one, or leave it out, and "
-            "every head stays full"
-        )
-    layers = _layers(np.ones((dimensions.layers, dimensions.kv_heads), dtype=bool), None, recipe)
-    return Policy(_layout(layers, model, dimensions, recipe, losses), recipe, _options(recipe, losses))
-
-
-def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None = None) -> Recipe:
-    """The recipe with what profiles mean where it says nothing, and without what makes no difference.
-
-    Raises:
-        PolicyError: it does not say how many heads are full, where budgets follow another profile.
-    """
-    if budgets not in (None, profile) and not recipe.heads.chosen:
+        return recipe
+    if evidence.budgets not in (None, evidence.scores) and not recipe.heads.chosen:
         raise PolicyError(
             "with `budgeted.budgets_from`, the profile only chooses the full heads; say how many with "
             "`heads.full_heads` or `heads.sparsity`, or leave the profile out"
         )
-    rest, budget_profile = recipe.rest or usual_rest(profile, budgets), budgets or profile
-    recipe = recipe.changed(rest=rest)
+    recipe = recipe.changed(rest=recipe.rest or evidence.rest)
     if recipe.budgeted and recipe.budgeted.beta is None:
-        recipe = recipe.changed(beta=usual_beta(budget_profile))
+        recipe = recipe.changed(beta=evidence.beta)
     if recipe.streaming and not recipe.heads.chosen:
-        recipe = recipe.changed(sparsity=0.75 if profile.model.group == 1 else 0.5)
-    if profile.granularity == budget_profile.granularity == "kv":
+        recipe = recipe.changed(sparsity=0.75 if evidence.scores.model.group == 1 else 0.5)
+    if not evidence.reduces_groups:
         recipe = recipe.changed(group_reduce=default("group_reduce"))
     return recipe
 
 
-def usual_rest(profile: HeadProfile, budgets: HeadProfile | None = None) -> Rest:
-    """What heads that are not full become, where a recipe does not say."""
-    return "budgeted" if budgets else SCORE_METHODS[profile.method].rest
-
-
-def usual_beta(budget_profile: HeadProfile) -> float | None:
-    """How budgets follow the scores of a profile, where a recipe does not say: shares and budgets as they are."""
-    method = SCORE_METHODS.get(budget_profile.method)
-    return None if method and method.divides else BETA
-
-
-def _options(recipe: Recipe, losses: CacheLosses | None) -> dict[str, Any]:
-    """What provenance records of a recipe that is complete."""
-    options = recipe.options
-    if losses is not None and recipe.measured is not None:
-        options["kv_measured"] = losses.hash[:16]
+def _options(recipe: Recipe, evidence: Evidence) -> dict[str, Any]:
+    """What provenance records of a recipe that is complete: the contents of files, not their places."""
+    options = {"method": evidence.scores and evidence.scores.method, **recipe.options}
+    if not evidence.reduces_groups:
+        options.pop("group_reduce", None)
+    if "budgets_from" in options:
+        budgets = evidence.budgets
+        options["budgets_from"] = budgets and f"{budgets.method} {budgets.hash[:16]}"
+    if evidence.losses is not None and recipe.measured is not None:
+        options["kv_measured"] = evidence.losses.hash[:16]
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
-def _check_model(model: ModelLayers, dimensions: ModelDimensions, recipe: Recipe) -> None:
+def _check_model(model: ModelLayers, recipe: Recipe) -> None:
     """Raise PolicyError where no layer has full attention, or heads do not come in so many blocks."""
     if not model.eligible.any():
         raise PolicyError("no layer of this model has full attention; there is nothing to convert")
-    for layer_dimensions in (dimensions, model.sliding or dimensions):
+    for layer_dimensions in (model.dimensions, model.sliding or model.dimensions):
         check_blocks(recipe.devices.tp, layer_dimensions.kv_heads)
 
 
-def _layout(
-    layers: Sequence[LayerLayout],
-    model: ModelLayers,
-    dimensions: ModelDimensions,
-    recipe: Recipe,
-    losses: CacheLosses | None,
-) -> KVLayout:
+def _layout(layers: Sequence[LayerLayout], model: ModelLayers, recipe: Recipe, losses: CacheLosses | None) -> KVLayout:
     """The layout of a model whose layers with full attention become these, with the cache that a recipe asks for."""
     all_layers = tuple(
-        layer if is_converted else _unconverted_layer(place, len(layer.blocks), model, dimensions)
+        layer if is_converted else _unconverted_layer(place, len(layer.blocks), model)
         for place, (layer, is_converted) in enumerate(zip(layers, model.eligible, strict=True))
     )
-    layout = KVLayout(all_layers, dimensions.head_dim)
+    layout = KVLayout(all_layers, model.dimensions.head_dim)
     cache = recipe.cache
     if cache is None:
         return layout
@@ -268,10 +229,13 @@ def _layout(
     return layout
 
 
-def _budgets(full: np.ndarray, budget_profile: HeadProfile, model: ModelLayers, recipe: Recipe) -> np.ndarray | None:
+def _budgets(
+    full: np.ndarray, budget_profile: HeadProfile | None, model: ModelLayers, recipe: Recipe
+) -> np.ndarray | None:
     """int64 [layers, kv_heads]: the budget of each head that has one; None where heads stream."""
     if recipe.budgeted is None:
         return None
+    assert budget_profile is not None  # as no head has a budget without scores
     budget, beta, selection = recipe.budgeted.budget, recipe.budgeted.beta, recipe.budgeted.selection
     scores = kv_scores(budget_profile, recipe.heads.group_reduce, model.sources)
     budgets, budgeted_mask = np.zeros(scores.shape, dtype=np.int64), ~full & model.eligible[:, None]
@@ -305,15 +269,15 @@ def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> lis
     return result
 
 
-def _unconverted_layer(place: int, blocks: int, model: ModelLayers, dimensions: ModelDimensions) -> LayerLayout:
+def _unconverted_layer(place: int, blocks: int, model: ModelLayers) -> LayerLayout:
     """A layer with linear attention, a window of its own or the KV cache of an earlier one, in this many blocks."""
-    window, layer_dimensions = model.windows[place], model.sliding or dimensions
+    window, layer_dimensions = model.windows[place], model.sliding or model.dimensions
     if place in model.sources:
         return LayerLayout((), 0, 1, source=model.sources[place])
     if not window:
         return LayerLayout((), 0, 1)
     layer_blocks, order = ((0, layer_dimensions.kv_heads // blocks),) * blocks, tuple(range(layer_dimensions.kv_heads))
-    head_dim = None if layer_dimensions.head_dim == dimensions.head_dim else layer_dimensions.head_dim
+    head_dim = None if layer_dimensions.head_dim == model.dimensions.head_dim else layer_dimensions.head_dim
     return LayerLayout(layer_blocks, 0, window, native=True, order=order, head_dim=head_dim, chunked=model.chunked)
 
 

@@ -19,22 +19,21 @@ def with_reform(
     profile: HeadProfile,
     positions: int | None,
     marker: Sequence[int] = (),
-    sizes: ReformSizes = ReformSizes(),
 ) -> Policy:
-    """The policy, and how long prompts are read before it applies.
+    """The policy, and how long prompts are read before it applies, by the sizes of its recipe.
 
     Args:
         profile: a reform profile of the model.
         positions: that the model was made for. A chunk and what is kept before it take at most so many, and so does
             the recompute budget; sizes that are not stated are halved until they fit.
         marker: token ids that open a user's turn.
-        sizes: those that are asked for.
 
     Raises:
         PolicyError: the profile has no embedding heads, or sizes contradict each other or the model.
     """
     if not profile.embedding_heads:
         raise PolicyError(f"the {profile.method} profile has no embedding heads; give a reform profile")
+    sizes = policy.recipe.reform
     orders = [layer.order for layer in policy.layers]
     heads = tuple(
         (head.layer, head.state, _place(orders[head.layer], head.state, head.head, profile.model.group))

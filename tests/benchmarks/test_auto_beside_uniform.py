@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import layer_bits
-
+from benchmarks import layer_bits
 from kvsurgery.profile.cache_losses import CacheLosses
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,11 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import beyond_context
-from trials import listing_prompts, prompts
-
+from benchmarks.real_model import beyond_context
+from benchmarks.real_model.trials import listing_prompts, prompts
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
 from tests.docs.pages import figures

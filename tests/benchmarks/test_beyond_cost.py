@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import beyond_context
-import beyond_cost
-
+from benchmarks.real_model import beyond_context, beyond_cost
 from tests.docs.pages import figures
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import cache_quality
-import calibrated_rotations
-
+from benchmarks import cache_quality, calibrated_rotations
 from kvsurgery.templates.kv_layout import Quantization
 from tests.docs.pages import figures
 from tests.helpers.families import stock

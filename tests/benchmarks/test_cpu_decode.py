@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import cpu_decode
-import synthetic
-
+from benchmarks import cpu_decode, synthetic
 from tests.docs.pages import figures
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -48,10 +48,9 @@ def parsed(command: Command, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     monkeypatch.setattr(sys, "argv", command.words[1:])
-    for folder in (BENCHMARKS, path.parent):
-        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(path.parent))
     with pytest.raises(SystemExit):
-        import_module(path.stem).main()
+        import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)).main()
     [options] = caught
     return {name: plain(value) for name, value in vars(options).items()}
 

@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
 
-import recurrent_report
 import report
 
+from benchmarks import recurrent_report
 from tests.docs.pages import figures
 
 ROOT = Path(__file__).resolve().parents[2]

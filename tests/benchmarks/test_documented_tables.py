@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import documented_tables
+from benchmarks import documented_tables
 
 PAGES = {path: path.read_text() for path in documented_tables.PAGES}
 TABLES = documented_tables.all_tables()

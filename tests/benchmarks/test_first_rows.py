@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import first_rows
+from benchmarks.real_model import first_rows
 
 
 def test_rows_are_those_of_the_committed_results(tmp_path: Path) -> None:

@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import caches
-import generated_answers
 from transformers import PreTrainedModel
 
+from benchmarks import caches, generated_answers
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.haystack import Haystack
 from tests.helpers.families import stock

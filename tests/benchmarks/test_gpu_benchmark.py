@@ -11,16 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import gpu
-import gpu_capacity
-import gpu_kernels
-import gpu_models
-import gpu_report
-import synthetic
-from gpu_report import Report
-
+from benchmarks import gpu, gpu_capacity, gpu_kernels, gpu_models, gpu_report, synthetic
+from benchmarks.gpu_report import Report
 from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.templates.kv_layout import KVLayout
 

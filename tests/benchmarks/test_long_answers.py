@@ -11,20 +11,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import long_answers
-import selection_cost
-from sessions import H2O, TOVA, Session
-
+from benchmarks.real_model import long_answers, selection_cost
+from benchmarks.real_model.sessions import H2O, TOVA, Session
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.display import console
-from kvsurgery.heads.dimensions import ModelLayers
-from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.text.haystack import Haystack
 from tests.docs.pages import figures
+from tests.helpers.deciding import decided
 from tests.helpers.families import stock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,7 +264,7 @@ def test_the_docs_say_what_caches_take_in_16_bit() -> None:
         "budgets of 674 that hold, 2 bits": packed.changed(budget=674, kv_bits=2),
     }
     for name, recipe in recipes.items():
-        layout = decide(profile, ModelLayers((None,) * profile.model.layers), recipe, None, None).layout
+        layout = decided(profile, recipe=recipe).layout
         size = found["settings"]["prompt"], found["settings"]["new"]
         assert layout.kv_bytes(1, *size, itemsize=4) == found["results"][name][0]["kv_bytes"]
         assert f"{layout.kv_bytes(1, *size, itemsize=2) / 2**20:.1f}" == "5.6"

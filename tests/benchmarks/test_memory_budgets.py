@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import memory_budgets
-
+from benchmarks import memory_budgets
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.measure.cache_trial import EXACT, Window
 from kvsurgery.policy.prices import Candidate

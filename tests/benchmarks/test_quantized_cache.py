@@ -11,13 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import caches
-import figures
-import quantized_cache
-import quantized_report
-
+from benchmarks import caches, figures, quantized_cache, quantized_report
 from kvsurgery.report.colors import LIGHT
 from kvsurgery.text.haystack import Haystack
 from tests.helpers.families import stock

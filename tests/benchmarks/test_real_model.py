@@ -13,15 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import heads_report
-import paired
-import selections
-import trials
-import which_heads
-
+from benchmarks.real_model import heads_report, paired, selections, trials, which_heads
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.measure.cache_trial import next_token_divergence

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import tasks as benchmark
-
+from benchmarks.real_model import tasks as benchmark
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.tasks.passkey import PasskeyTask
 from kvsurgery.profile.head_profile import HeadProfile

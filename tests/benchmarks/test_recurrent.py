@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import recurrent
-from recurrent_methods import BM25, Gathered, InfiniPot, InfLLM, Method, Recurrent, Session, Truncation
-from recurrent_report import ABOVE, H2O, OURS, RANDOM, WORST, verdicts
-
+from benchmarks import recurrent
+from benchmarks.recurrent_methods import BM25, Gathered, InfiniPot, InfLLM, Method, Recurrent, Session, Truncation
+from benchmarks.recurrent_report import ABOVE, H2O, OURS, RANDOM, WORST, verdicts
 from kvsurgery.templates.kv_reform import Reform
 
 HEADS = ((0, "k", 2), (1, "v", 1), (1, "q", 6))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import provenance
+from benchmarks import provenance
 
 
 def test_rows_keep_the_versions_that_measured_them(monkeypatch: pytest.MonkeyPatch) -> None:

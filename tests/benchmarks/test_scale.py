@@ -11,16 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.policy.policy import decide
+from benchmarks import scale
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import Quantization
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import scale
-
-from kvsurgery.recipe import Recipe
+from tests.helpers.deciding import decided
 
 # as the Hub counts them
 PARAMETERS = {
@@ -42,7 +37,7 @@ def test_what_unequal_blocks_cost() -> None:
     profile = HeadProfile(np.array([[0.75, 0, 0, 0.25], [0, 0, 0.5, 0]], np.float32), "duo", "kv", "by hand", model)
     found = {}
     for uneven in (False, True):
-        policy = decide(profile, ModelLayers([None] * 2), Recipe.of(full_heads=2, tp=2, tp_uneven=uneven))
+        policy = decided(profile, full_heads=2, tp=2, tp_uneven=uneven)
         found[uneven] = scale.balance(scale.layout_of(policy, model).parts(2), tokens)
         # asked for are 0.75 and 0.5; alike are two of the first layer, 0.75 and 0.25
         assert scale.score(profile.scores, policy) == (1.25 if uneven else 1)
@@ -55,7 +50,7 @@ def test_what_unequal_blocks_cost() -> None:
 def test_context_is_the_longest_that_fits(full: int, bits: int, room: float) -> None:
     model = ModelDimensions(1, 4, 4, 32)
     profile = HeadProfile(np.ones((1, 4), np.float32), "duo", "kv", "by hand", model)
-    layout = scale.layout_of(decide(profile, ModelLayers([None]), Recipe.of(full_heads=max(full, 1))), model)
+    layout = scale.layout_of(decided(profile, full_heads=max(full, 1)), model)
     layout = layout if bits == 16 else layout.quantized(Quantization(bits))
     tokens = scale.context(layout, room)
     assert tokens == 0 or layout.kv_bytes(1, tokens) <= room

@@ -9,10 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import short_steps
-
+from benchmarks.real_model import short_steps
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.families import stock

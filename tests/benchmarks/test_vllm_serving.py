@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import vllm_serving
-
+from benchmarks import vllm_serving
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.templates.kv_layout import KVLayout
 

@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import cache_report
-import trials
-import which_cache
-
+from benchmarks.real_model import cache_report, trials, which_cache
 from kvsurgery.checkpoint.model import Model
-from kvsurgery.heads.dimensions import ModelLayers
-from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
 from kvsurgery.recipe import Recipe
@@ -27,6 +20,7 @@ from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
 from tests.docs.pages import figures
+from tests.helpers.deciding import decided
 from tests.helpers.families import stock
 from tests.helpers.losses import losses
 from tests.helpers.vocabularies import tokenizer
@@ -215,7 +209,7 @@ def test_presses_answer_at_the_end_and_lose_later_as_the_docs_say() -> None:
     shown = {f"{-100 * later[name].mean:.0f}" for name in (smallest, "SnapKVPress, 35%", "SnapKVPress, 60%")}
     profile = load_scores(ROOT / "examples" / "smollm2" / "er.safetensors")
     recipe = Recipe.of(rest="budgeted", budget=256)
-    layers = decide(profile, ModelLayers((None,) * profile.model.layers), recipe, None, None).layout.layers
+    layers = decided(profile, recipe=recipe).layout.layers
     budgets = np.array([budget for layer in layers for budget in layer.budgets])
     length = report["settings"]["length"]
     whole, half = (budgets >= length).sum(), ((budgets > length / 2) & (budgets < length)).sum()

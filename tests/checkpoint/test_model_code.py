@@ -19,6 +19,7 @@ from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.evaluate import checkpoint as evaluate
 from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.recipe import Recipe
 from tests.helpers.surgery import Converted, convert_folder
 
@@ -73,7 +74,7 @@ def test_a_converted_checkpoint_names_no_modeling_code(
 def refused(folder: Path, out: Path, words: str) -> None:
     """Every command that takes a folder says what this one is."""
     with pytest.raises(UnsupportedModel, match=words):
-        PreparedConversion.prepare(folder, None, Recipe.of(kv_bits=4))
+        PreparedConversion.prepare(folder, Recipe.of(kv_bits=4), Evidence())
     for command in (lambda: verify(folder), lambda: revert(folder, out)):
         with pytest.raises(CheckpointError, match=words):
             command()
@@ -108,7 +109,7 @@ def test_saved_by_the_emitted_class(mixed: Callable[[str], Converted], tmp_path:
 
 def test_what_kvsurgery_wrote_is_converted_already(mixed: Callable[[str], Converted]) -> None:
     with pytest.raises(UnsupportedModel, match="already converted"):
-        PreparedConversion.prepare(mixed("llama").folder, None, Recipe.of(kv_bits=4))
+        PreparedConversion.prepare(mixed("llama").folder, Recipe.of(kv_bits=4), Evidence())
 
 
 def test_quantized_afterwards(mixed: Callable[[str], Converted], tmp_path: Path) -> None:

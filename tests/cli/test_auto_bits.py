@@ -91,9 +91,9 @@ def test_measured_on_another_model(measured: Path) -> None:
     HeadProfile(scores, "duo", "kv", "llama", MODEL).save("ones.safetensors")
     asked = (*AUTO, "--kv-budget", "6", "--kv-measured", "other.safetensors", "--out", "out")
     losses(windows=[None, None]).save("other.safetensors")
-    assert "on made up (2 layers, 6 query heads, 3 KV heads of 16), but llama has 2 layers" in refused(*asked)
+    assert "is of made up (2 layers, 6 query heads, 3 KV heads of 16), but llama has 2 layers" in refused(*asked)
     losses(MODEL, windows=[None, 64]).save("other.safetensors")
-    assert "on made up, whose layers have other windows than those of llama; measure this model" in refused(*asked)
+    assert "is of made up, whose layers have other windows than those of llama; measure this model" in refused(*asked)
 
 
 @pytest.mark.parametrize(

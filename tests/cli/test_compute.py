@@ -602,7 +602,7 @@ class TestMeasuredCaches:
         measured = ["--kv-bits", 8, "--kv-measured", place / "losses"]
         refused = run("convert", folder, "--profile", "p.safetensors", *measured, "--out", "out")
         assert refused.code == 1
-        assert "losses was measured on " in refused.err
+        assert "file of measured cache losses is of " in refused.err
 
     def test_a_conversion_is_checked_on_a_text(self, place):
         folder, _ = place

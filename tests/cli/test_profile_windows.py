@@ -9,11 +9,11 @@ from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.errors import PolicyError, ProfileError
 from kvsurgery.heads.dimensions import ModelLayers
-from kvsurgery.policy.policy import decide
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.ranking import SPARSITIES
-from kvsurgery.recipe import Recipe
 from tests.cli.profile_command import refusal, run
+from tests.helpers.deciding import decided
 
 LAYERS, HEADS = 6, 4
 SHAPE = {
@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_policy(model):
     profile, facts = HeadProfile.load("p.safetensors"), shown()
     assert facts["windows"] == list(windows)
     for sparsity in SPARSITIES:
-        policy = decide(profile, ModelLayers(windows), Recipe.of(sparsity=sparsity, rest="streaming"))
+        policy = decided(profile, windows, sparsity=sparsity, rest="streaming")
         expected = [None if layer.native else layer.full for layer in policy.layers]
         assert facts["full_heads_per_layer"][str(sparsity)] == expected
         assert sum(filter(None, expected)) == policy.eligible - round(sparsity * policy.eligible)
@@ -137,11 +137,8 @@ def test_profiles_of_models_with_other_windows():
 def test_scores_of_sliding_layers_choose_no_full_heads(model):
     profile = HeadProfile.load("p.safetensors")
     with pytest.raises(PolicyError, match=r"layer 0 has full attention .* and a sliding window of \d+ tokens in the"):
-        decide(profile, ModelLayers([None] * LAYERS))
-    assert (
-        decide(replace(profile, windows=None), ModelLayers([None] * LAYERS), Recipe.of(rest="streaming")).eligible
-        == LAYERS * 2
-    )
+        Evidence(profile).check(ModelLayers(profile.model, [None] * LAYERS), "gemma2")
+    assert decided(replace(profile, windows=None), rest="streaming").eligible == LAYERS * 2
 
 
 @pytest.mark.parametrize("windows", [(None,), (-1,) * LAYERS, ("4096",) * LAYERS, (True,) * LAYERS])

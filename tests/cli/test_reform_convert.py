@@ -108,4 +108,4 @@ def test_a_profile_of_another_model_is_refused(here):
     for arguments in (["other.safetensors"], ["duo.safetensors", "--profile", "other.safetensors"]):
         result = run("convert", "llama", "--out", "out", "--profile", *arguments)
         assert result.code == 1
-        assert "the profile is of other (5 layers" in result.err
+        assert "the head profile is of other (5 layers" in result.err

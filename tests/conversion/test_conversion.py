@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from kvsurgery.checkpoint.source import INDEX
 from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.shards import FILES, convert_llama, tree
@@ -84,7 +85,7 @@ def test_repeating_a_finished_conversion(source: Path, out: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"rest": "budgeted", "budget": 16}, {"kv_bits": 4, "tp": 2}], ids=str)
 def test_the_config_is_what_its_file_says(checkpoint: Callable[[str], Path], options: dict[str, Any]) -> None:
     folder = checkpoint("gemma3")
-    emitted = PreparedConversion.prepare(folder, random_profile(folder), Recipe.of(**options)).emitted
+    emitted = PreparedConversion.prepare(folder, Recipe.of(**options), Evidence(random_profile(folder))).emitted
     written = json.loads(emitted.files["config.json"])
     assert json.loads(json.dumps(emitted.config)) == written
     assert KVLayout.from_config(dict(emitted.config)) == KVLayout.from_config(written)

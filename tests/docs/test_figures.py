@@ -17,14 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
-
-import cache_report
-import figures
-import quantized_report
-
+from benchmarks import figures, quantized_report
+from benchmarks.real_model import cache_report
 from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.report.colors import DARK, LIGHT
@@ -89,7 +85,7 @@ def test_heads_are_drawn_with_the_bytes_that_are_predicted(tmp_path: Path) -> No
     curves, full = [script.Curve("original", "original", whole, whole)], []
     for name, color, bits in (("converted", "converted", None), ("converted, 4 bits", "series-2", 4)):
         recipe = Recipe.of(full_heads=4, sink=4, recent=32, kv_bits=bits)
-        layout = PreparedConversion.prepare(script.MODEL, profile, recipe).policy.layout
+        layout = PreparedConversion.prepare(script.MODEL, recipe, Evidence(profile)).policy.layout
         predicted = {length: layout.kv_bytes(1, length, itemsize=4) for length in lengths}
         curves.append(script.Curve(name, color, [predicted[each] for each in script.LENGTHS], [*predicted.values()]))
         full = [layer.full for layer in layout.layers]

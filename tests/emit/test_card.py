@@ -11,12 +11,11 @@ import yaml
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.emit.card import kv_table, model_card, with_section
 from kvsurgery.emit.config import converted_config
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.heads.lengths import length_name
-from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe
 from kvsurgery.version import HOME, how_to_install
+from tests.helpers.deciding import decided
 
 MODEL = ModelDimensions(2, 8, 4, 16)
 CONFIG = {
@@ -43,9 +42,9 @@ base_model: someone/else
 
 
 @pytest.fixture(scope="module")
-def decided():
+def decision():
     profile = HeadProfile(np.linspace(0, 1, 8).reshape(2, 4), "duo", "kv", "org/base", MODEL)
-    policy = decide(profile, ModelLayers((None, None)))
+    policy = decided(profile)
     return profile, policy, converted_config(Model.of(CONFIG), policy)
 
 
@@ -53,8 +52,8 @@ def front_matter(card):
     return yaml.safe_load(card.split("---")[1])
 
 
-def test_card_states_what_was_done(decided):
-    profile, policy, config = decided
+def test_card_states_what_was_done(decision):
+    profile, policy, config = decision
     card = model_card("org/base", config, profile, policy, CODE, ORIGINAL)
     assert front_matter(card) == {
         "library_name": "transformers",
@@ -85,15 +84,15 @@ def test_card_states_what_was_done(decided):
         ("- license", {}),
     ],
 )
-def test_card_keeps_metadata_as_it_was_written(decided, lines, kept):
-    profile, policy, config = decided
+def test_card_keeps_metadata_as_it_was_written(decision, lines, kept):
+    profile, policy, config = decision
     card = model_card("org/base", config, profile, policy, CODE, f"---\n{lines}\n---\n# The original\n")
     added = front_matter(model_card("org/base", config, profile, policy, CODE))
     assert front_matter(card) == added | kept
 
 
-def test_card_says_how_to_load_code_safely(decided):
-    profile, policy, config = decided
+def test_card_says_how_to_load_code_safely(decision):
+    profile, policy, config = decision
     card = model_card("org/base", config, profile, policy, CODE)
     snippet = card.split("```python\n")[1].split("```")[0]
     compile(snippet, "card", "exec")
@@ -103,22 +102,22 @@ def test_card_says_how_to_load_code_safely(decided):
     assert listed == {name: sha256(content).hexdigest() for name, content in CODE.items()}
 
 
-def test_card_says_in_what_order_to_read_the_code(decided):
-    profile, policy, config = decided
+def test_card_says_in_what_order_to_read_the_code(decision):
+    profile, policy, config = decision
     code = {"kv_b.py": b'"""What comes first.\n\nMore of it.\n"""', "kv_a.py": b'"""What follows."""'}
     table = "| `kv_b.py` | What comes first. |\n| `kv_a.py` | What follows. |\n"
     assert table in model_card("org/base", config, profile, policy, code)
 
 
-def test_a_local_base_model_is_no_link(decided):
-    profile, policy, config = decided
+def test_a_local_base_model_is_no_link(decision):
+    profile, policy, config = decision
     card = model_card("llama3", config, profile, policy, CODE)
     assert "base_model" not in front_matter(card)
     assert "huggingface.co" not in card
 
 
-def test_kv_table_by_hand(decided):
-    _, _, config = decided
+def test_kv_table_by_hand(decision):
+    _, _, config = decision
     table = kv_table(json.loads(json.dumps(config)))
     rows = {row["tokens"]: (row["before"], row["after"]) for row in table}
     # two layers of 4 heads of 16 elements; keys and values of 2 bytes; half of the heads keep 64 + 256 tokens
@@ -127,8 +126,8 @@ def test_kv_table_by_hand(decided):
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_kv_table_in_the_dtype_of_the_model(decided, key):
-    profile, policy, config = decided
+def test_kv_table_in_the_dtype_of_the_model(decision, key):
+    profile, policy, config = decision
     plain = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
     wide = {**plain, key: "float32"}
     halves = [
@@ -138,8 +137,8 @@ def test_kv_table_in_the_dtype_of_the_model(decided, key):
     assert "for a model in float32:" in model_card("org/base", wide, profile, policy, CODE)
 
 
-def test_a_report_has_one_section_wherever_its_owner_moves_it(decided):
-    profile, policy, config = decided
+def test_a_report_has_one_section_wherever_its_owner_moves_it(decision):
+    profile, policy, config = decision
     card = model_card("org/base", config, profile, policy, CODE)
     once = with_section(card, "## Evaluation\n\nthe first")
     assert once.startswith(card.rstrip())
@@ -159,9 +158,9 @@ def test_other_cards_keep_all_of_their_text(card):
 
 
 @pytest.mark.parametrize("quantized", [{}, {"kv_bits": 4}], ids=str)
-def test_card_says_how_to_ask_about_vllm_and_freezes_no_forecast(decided, quantized):
-    profile, _, _ = decided
-    policy = decide(profile, ModelLayers((None, None)), Recipe.of(**quantized))
+def test_card_says_how_to_ask_about_vllm_and_freezes_no_forecast(decision, quantized):
+    profile, _, _ = decision
+    policy = decided(profile, **quantized)
     config = converted_config(Model.of(CONFIG), policy)
     served = model_card("org/base", config, profile, policy, CODE).split("## vLLM")[1].split("\n## ")[0]
     assert "`kvsurgery inspect DIR`" in served
@@ -169,8 +168,8 @@ def test_card_says_how_to_ask_about_vllm_and_freezes_no_forecast(decided, quanti
 
 
 @pytest.mark.parametrize("home", ["", "https://example.org/kvsurgery"])
-def test_card_links_to_where_kvsurgery_is_or_says_that_it_is_nowhere(decided, monkeypatch, home):
-    profile, policy, config = decided
+def test_card_links_to_where_kvsurgery_is_or_says_that_it_is_nowhere(decision, monkeypatch, home):
+    profile, policy, config = decision
     monkeypatch.setattr("kvsurgery.emit.card.HOME", home)
     for base_model in ("org/base", "base"):
         card = model_card(base_model, config, profile, policy, CODE)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from tests.helpers.families import tokens
 from tests.helpers.surgery import convert_folder
@@ -15,23 +17,6 @@ from tests.helpers.surgery import convert_folder
 QUANTIZED_CODE = {"kv_codes.py", "kv_tiles.py", "kv_pack.py", "kv_packed.py"}
 KERNELS = {"kv_cuda.py", "kv_decode.py", "kv_graph.py", "kv_kernels.py", "kv_prefill.py", "kv_store.py"}
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
-# loads folders in order, and prints what each generates, by itself and with a quantized cache
-CHILD = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-
-ids = torch.arange(5, 65)[None]
-options = {"max_new_tokens": 8, "do_sample": False}
-models = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) for folder in sys.argv[1:]]
-for model in models:
-    print("plain", model.generate(ids, **options)[0].tolist())
-    try:
-        model.generate(ids, **options, cache_implementation="quantized", cache_config={"nbits": 8})
-        print("quantized")
-    except ValueError as error:
-        print(error)
-"""
 
 
 def emitted_names(folder: Path) -> set[str]:
@@ -39,12 +24,27 @@ def emitted_names(folder: Path) -> set[str]:
 
 
 def loaded(cache: Path, *folders: Path) -> list[str]:
-    """What a process prints that loads folders, with an empty cache of modules."""
-    environment = {**os.environ, "HF_MODULES_CACHE": str(cache)}
-    command = [sys.executable, "-W", "ignore", "-c", CHILD, *map(str, folders)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()
+    """What a new process says that loads folders in order, with an empty cache of modules: what each generates, by
+    itself and with a quantized cache."""
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        return pool.submit(_loaded, cache, folders).result()
+
+
+def _loaded(cache: Path, folders: tuple[Path, ...]) -> list[str]:
+    sys.path.remove(dynamic_module_utils.HF_MODULES_CACHE)
+    dynamic_module_utils.HF_MODULES_CACHE = str(cache)
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+    models = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) for folder in folders]
+    ids, lines = torch.arange(5, 65)[None], []
+    for model in models:
+        lines.append(f"plain {model.generate(ids, **GREEDY)[0].tolist()}")
+        try:
+            model.generate(ids, **GREEDY, cache_implementation="quantized", cache_config={"nbits": 8})
+            lines.append("quantized")
+        except ValueError as error:
+            lines.append(str(error))
+    return lines
 
 
 def test_a_plain_checkpoint_runs_and_is_saved_and_loaded_again(checkpoint, mixed, tmp_path):

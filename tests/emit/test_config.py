@@ -13,10 +13,8 @@ from kvsurgery.emit.config import (
     hub_code_keys,
 )
 from kvsurgery.errors import CheckpointError
-from kvsurgery.heads.dimensions import ModelLayers
-from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe
+from tests.helpers.deciding import decided
 from tests.helpers.families import FAMILIES, SMALL
 
 LLAMA3 = {
@@ -68,7 +66,7 @@ def convert(config):
     model = Model.of(config)
     shape = model.dimensions
     profile = HeadProfile(np.zeros((shape.layers, shape.kv_heads)), "duo", "kv", "test", shape)
-    return converted_config(model, decide(profile, ModelLayers(model.windows), Recipe.of(sparsity=0, sink=0, recent=1)))
+    return converted_config(model, decided(profile, model.windows, sparsity=0, sink=0, recent=1))
 
 
 def frequencies(config, folder):

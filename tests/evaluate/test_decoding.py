@@ -14,6 +14,7 @@ from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.evaluate.checkpoint import load
 from kvsurgery.evaluate.decoding import LAST_TOKENS, answers, later_answers, mean_nll
 from kvsurgery.evaluate.sample import SHORT_ANSWER
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe, ReformSizes
@@ -217,7 +218,7 @@ def test_prompts_that_reform_reads_go_to_generate(checkpoint, tmp_path):
         "query_length": 8,
     }
     prepared = PreparedConversion.prepare(
-        folder, scores, Recipe.of(sparsity=0.0, reform=ReformSizes(**sizes)), reform=reform
+        folder, Recipe.of(sparsity=0.0, reform=ReformSizes(**sizes)), Evidence(scores, embedding=reform)
     )
     convert(prepared.checkpoint, prepared.plan, out, prepared.emitted.files)
     model = load(out, device="cpu")

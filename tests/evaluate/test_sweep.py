@@ -22,6 +22,7 @@ from kvsurgery.evaluate.runner import Options
 from kvsurgery.evaluate.sweep import Grid, sweep
 from kvsurgery.evaluate.sweep_results import Point, Sweep
 from kvsurgery.evaluate.tasks.needle import NeedleTask
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.report.folder import is_sweep
@@ -40,7 +41,7 @@ AXES = {"full_heads": (2, 13), "kv_bits": (16, 4), "group_reduce": ("mean", "max
 def run(folder, language, profile=None, axes=AXES, lengths=(200, LENGTH), source=MODEL, **options):
     task = NeedleTask(lengths, (0.3,), str(language / "text.txt"), str(language / "needles.jsonl"))
     profile = profile or HeadProfile.load(FOLDER / "profile.safetensors")
-    return sweep(Grid(source, profile, RECIPE, axes), {"needle": task}, folder, Options(batch=2), **options)
+    return sweep(Grid(source, RECIPE, Evidence(profile), axes), {"needle": task}, folder, Options(batch=2), **options)
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_budgets_may_follow_another_profile():
     profile = HeadProfile.load(FOLDER / "profile.safetensors")
     shares = replace(profile, scores=np.random.default_rng(0).random(profile.scores.shape), method="lu-kv")
     recipe = Recipe.of(budgets_from="shares", full_heads=2)
-    grid = Grid(MODEL, profile, recipe, {"budget": (8, 16), "beta": (1.2,)}, budgets=shares)
+    grid = Grid(MODEL, recipe, Evidence(profile, shares), {"budget": (8, 16), "beta": (1.2,)})
     policies = [setting.prepared.policy for setting in grid.settings()]
     assert [sum(sum(layer.budgets) for layer in policy.layers) for policy in policies] == [80, 160]
     assert {policy.options["budgets_from"] for policy in policies} == {f"lu-kv {shares.hash[:16]}"}

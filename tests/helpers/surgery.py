@@ -18,6 +18,7 @@ from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.emit.config import auto_class
 from kvsurgery.heads.kinds import full_heads
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
@@ -111,7 +112,7 @@ def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, 
     Args:
         options: fields of a recipe, as `recipe_of` takes them, and `reform`, a profile of embedding heads.
     """
-    profile, reform = profile or random_profile(source), options.pop("reform", None)
-    prepared = PreparedConversion.prepare(source, profile, recipe_of(**{**_sizes(options), **options}), reform=reform)
+    evidence = Evidence(profile or random_profile(source), embedding=options.pop("reform", None))
+    prepared = PreparedConversion.prepare(source, recipe_of(**{**_sizes(options), **options}), evidence)
     convert(prepared.checkpoint, prepared.plan, out, prepared.emitted.files)
     return Converted(source, out, prepared.policy)

@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.heads.kinds import STREAMING
-from kvsurgery.policy.policy import decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.importers.duo import import_duo
 from kvsurgery.profile.importers.headkv import import_headkv
 from kvsurgery.profile.profiled_model import ProfiledModel
-from kvsurgery.recipe import Recipe
+from tests.helpers.deciding import decided
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "profiles"
 pytestmark = pytest.mark.skipif(
@@ -69,7 +68,7 @@ def test_headkv(name):
 
 @pytest.mark.parametrize("sparsity", [0, 0.25, 0.5, 0.75, 0.9, 1])
 def test_counts_are_exact_in_spite_of_ties(published, sparsity):
-    policy = decide(published, ModelLayers([None] * 32), Recipe.of(sparsity=sparsity, rest="streaming"))
+    policy = decided(published, sparsity=sparsity, rest="streaming")
     heads = 32 * published.model.kv_heads
     assert policy.counts[STREAMING] == round(sparsity * heads)
     scores = kv_scores(published)
@@ -80,25 +79,16 @@ def test_counts_are_exact_in_spite_of_ties(published, sparsity):
 
 def test_all_full_and_all_streaming_layers_occur():
     made = import_duo(SHARED / "duo" / "Llama-3-8B-Instruct-Gradient-1048k", ProfiledModel("llama", LLAMA_3_8B))
-    full = [
-        layer.full
-        for layer in decide(made, ModelLayers([None] * 32), Recipe.of(sparsity=0.75, rest="streaming")).layers
-    ]
+    full = [layer.full for layer in decided(made, sparsity=0.75, rest="streaming").layers]
     assert min(full) == 0
-    full = [
-        layer.full
-        for layer in decide(made, ModelLayers([None] * 32), Recipe.of(sparsity=0.25, rest="streaming")).layers
-    ]
+    full = [layer.full for layer in decided(made, sparsity=0.25, rest="streaming").layers]
     assert max(full) == 8
 
 
 def test_mean_or_max_matters():
     path = SHARED / "headkv" / "Llama-3-8B-Instruct_R2.json"
     made = import_headkv(path, ProfiledModel("llama", LLAMA_3_8B), method="headkv-r2")
-    mean, most = (
-        decide(made, ModelLayers([None] * 32), Recipe.of(full_heads=64, rest="streaming", group_reduce=how))
-        for how in ("mean", "max")
-    )
+    mean, most = (decided(made, full_heads=64, rest="streaming", group_reduce=how) for how in ("mean", "max"))
     kept = [
         {(n, head) for n, layer in enumerate(policy.layers) for head in layer.order[: layer.full]}
         for policy in (mean, most)

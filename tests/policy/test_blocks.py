@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.heads.kinds import BUDGETED, full_heads
-from kvsurgery.policy.policy import decide
 from kvsurgery.policy.tensor_parallel import arrange
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
+from tests.helpers.deciding import decided
 
 
 def profile(scores):
@@ -62,8 +61,8 @@ def test_every_head_has_one_place_in_blocks_of_equal_size(case, data, uneven):
     eligible = windows.count(None) * made.model.kv_heads
     count = data.draw(st.integers(0, eligible))
     options = {"full_heads": count, "tp": blocks, "tp_uneven": uneven, "sink": 3, "recent": 5}
-    policy = decide(made, ModelLayers(windows), Recipe.of(**options))
-    assert policy == decide(made, ModelLayers(windows), Recipe.of(**options))
+    policy = decided(made, windows, **options)
+    assert policy == decided(made, windows, **options)
     for layer, window in zip(policy.layers, windows, strict=True):
         assert sorted(layer.order) == list(range(made.model.kv_heads))
         own = layer.blocks
@@ -79,7 +78,7 @@ def test_every_head_has_one_place_in_blocks_of_equal_size(case, data, uneven):
                 heads = [next(places) for _ in range(kind)]
                 assert heads == sorted(heads)
     if uneven:
-        ordinary = decide(made, ModelLayers(windows), Recipe.of(**{**options, "tp": 1, "tp_uneven": False}))
+        ordinary = decided(made, windows, **{**options, "tp": 1, "tp_uneven": False})
         assert (masks(policy) == masks(ordinary)).all()
         assert policy.rounded == 0
         held = (
@@ -96,7 +95,7 @@ def test_every_head_has_one_place_in_blocks_of_equal_size(case, data, uneven):
 def test_no_other_choice_in_multiples_has_better_heads(case, data):
     made, windows, blocks = case
     count = data.draw(st.integers(0, windows.count(None) * made.model.kv_heads))
-    policy = decide(made, ModelLayers(windows), Recipe.of(full_heads=count, tp=blocks))
+    policy = decided(made, windows, full_heads=count, tp=blocks)
     eligible = [row for row, window in zip(made.scores, windows, strict=True) if window is None]
     # every way to give each layer a multiple of the blocks, of the same sum, with the layer's best heads
     sums = [[float(np.sort(row)[::-1][:full].sum()) for full in range(0, len(row) + 1, blocks)] for row in eligible]
@@ -112,8 +111,8 @@ def test_no_other_choice_in_multiples_has_better_heads(case, data):
 @given(cases())
 def test_one_block_is_the_ordinary_policy(case):
     made, windows, _ = case
-    policy = decide(made, ModelLayers(windows), Recipe.of(sparsity=0.5))
-    assert policy == decide(made, ModelLayers(windows), Recipe.of(sparsity=0.5, tp=1))
+    policy = decided(made, windows, sparsity=0.5)
+    assert policy == decided(made, windows, sparsity=0.5, tp=1)
     assert "tp" not in policy.options
     assert all(len(layer.blocks) == 1 for layer in policy.layers)
 
@@ -130,9 +129,7 @@ def test_processes_hold_budgets_that_differ_by_less_than_a_head(blocks, size, la
     made = profile(generator.pareto(1, (layers, blocks * size)) + 0.01)
     full = data.draw(st.integers(0, layers * blocks * size - 1))
     budget = data.draw(st.integers(1, 300))
-    policy = decide(
-        made, ModelLayers([None] * layers), Recipe.of(rest="budgeted", budget=budget, full_heads=full, tp=blocks)
-    )
+    policy = decided(made, rest="budgeted", budget=budget, full_heads=full, tp=blocks)
     if not policy.counts[BUDGETED]:
         return
     layout, largest = layout_of(policy, made.model), max(max(layer.budgets, default=0) for layer in policy.layers)
@@ -179,17 +176,14 @@ def test_neighbors_balance():
 @pytest.mark.parametrize(("blocks", "heads"), [(3, 8), (0, 8), (16, 8)])
 def test_blocks_divide_the_heads(blocks, heads):
     with pytest.raises(PolicyError, match=r"`devices.tp` must divide the 8 KV heads of a layer \(1, 2, 4, 8\), got"):
-        decide(profile(np.ones((1, heads))), ModelLayers([None]), Recipe.of(tp=blocks))
+        decided(profile(np.ones((1, heads))), tp=blocks)
 
 
 def test_rounding_by_hand():
     scores = np.array([[9, 1, 1, 1], [5, 5, 0, 0], [4, 4, 4, 0]])
-    chosen = {
-        count: decide(profile(scores), ModelLayers([None] * 3), Recipe.of(full_heads=count, tp=2))
-        for count in range(1, 8)
-    }
+    chosen = {count: decided(profile(scores), full_heads=count, tp=2) for count in range(1, 8)}
     # sums of pairs: 10 and 2, 10 and 0, 8 and 4; an odd number is rounded up
     assert [chosen[count].rounded for count in range(1, 8)] == [1, 0, 1, 0, 1, 0, 1]
     assert [[layer.full for layer in chosen[count].layers] for count in (2, 4, 6)] == [[2, 0, 0], [2, 2, 0], [2, 2, 2]]
     assert [layer.full for layer in chosen[7].layers] == [2, 2, 4]
-    assert decide(profile(scores), ModelLayers([None] * 3), Recipe.of(threshold=4, tp=2)).rounded == 0
+    assert decided(profile(scores), threshold=4, tp=2).rounded == 0

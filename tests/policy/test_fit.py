@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.heads.kinds import BUDGETED, full_heads
-from kvsurgery.policy.fit import fit, pareto
+from kvsurgery.policy.fit import pareto
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Demand, Recipe
 from kvsurgery.templates.kv_layout import KVLayout
+from tests.helpers.deciding import decided, fitted
 
 # what quantizing is guessed to leave
 FIDELITY = {None: 1, 8: 1 - 0.0004, 4: 1 - 0.0079, 3: 1 - 0.02}
@@ -114,9 +114,9 @@ def test_budgets_follow_another_profile() -> None:
     gates, footprint = model(rng.random((3, 2)))
     shares = replace(model(rng.random((3, 2)))[0], method="lu-kv")
     asked = Recipe.of(fit=Demand(PLENTY, 1000), budgets_from="shares")
-    found = fit(gates, ModelLayers([None] * 3), footprint, asked, shares)
+    found = fitted(gates, None, footprint, budgets=shares, recipe=asked)
     for candidate in found.candidates[::7]:
-        policy = decide(gates, ModelLayers([None] * 3), candidate.recipe(asked), shares)
+        policy = decided(gates, budgets=shares, recipe=candidate.recipe(asked))
         size = {"batch": 1, "prompt": 1000, "new": 0, "itemsize": footprint.itemsize}
         assert candidate.kv_bytes == policy.layout.kv_bytes(**size)
     assert len({candidate.budget for candidate in found.candidates}) > 5
@@ -127,10 +127,10 @@ class TestCandidates:
     @settings(max_examples=60)
     def test_cost_and_keep_what_the_decided_policy_does(self, case, data):
         profile, windows, footprint, demand, options = case
-        found = fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options))
+        found = fitted(profile, windows, footprint, fit=demand, **options)
         for _ in range(5):
             candidate = data.draw(st.sampled_from(found.candidates))
-            policy = decide(profile, ModelLayers(windows), candidate.recipe(Recipe.of(fit=demand, **options)))
+            policy = decided(profile, windows, candidate.recipe(Recipe.of(fit=demand, **options)))
             parts = layout(profile, windows, policy).parts(profile.model.kv_heads // footprint.model.kv_heads)
             size = {"batch": demand.batch, "prompt": demand.prompt, "new": demand.new_tokens}
             size["itemsize"] = footprint.itemsize
@@ -151,7 +151,7 @@ class TestCandidates:
     def test_every_number_of_full_heads_and_every_width(self, case):
         profile, windows, footprint, demand, options = case
         recipe = Recipe.of(fit=demand, **options).changed(rest="streaming")
-        found = fit(profile, ModelLayers(windows), footprint, recipe)
+        found = fitted(profile, windows, footprint, recipe=recipe)
         heads = windows.count(None) * profile.model.kv_heads
         step = 1 if options["tp_uneven"] else options["tp"]
         widths = [bits for bits in (8, 4, 3) if profile.model.head_dim * bits % 16 == 0]
@@ -164,22 +164,22 @@ class TestCandidates:
 
     def test_budgets_double_in_four_steps(self):
         profile, footprint = model([[1, 0.5]])
-        found = fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 150), rest="budgeted"))
+        found = fitted(profile, None, footprint, fit=Demand(PLENTY, 150), rest="budgeted")
         budgets = {one.budget for one in found.candidates} - {None}
         assert budgets == {16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128}
         assert {one.full_heads for one in found.candidates if one.budget} == {0, 1}
-        short = fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 9), rest="budgeted"))
+        short = fitted(profile, None, footprint, fit=Demand(PLENTY, 9), rest="budgeted")
         assert {one.budget for one in short.candidates} == {None, 9}
 
     def test_a_thousand_heads_are_counted_in_steps(self):
         profile, footprint = model(np.random.default_rng(0).random((32, 32)))
-        found = fit(profile, ModelLayers([None] * 32), footprint, Recipe.of(fit=Demand(PLENTY, 64), rest="budgeted"))
+        found = fitted(profile, None, footprint, fit=Demand(PLENTY, 64), rest="budgeted")
         assert {one.full_heads for one in found.candidates} == {*range(0, 1025, 4)}
 
     def test_without_a_score_there_is_no_budget(self):
         """A pool cannot follow scores that are all 0."""
         profile, footprint = model([[1, 0.5, 0, 0]])
-        found = fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 64), rest="budgeted"))
+        found = fitted(profile, None, footprint, fit=Demand(PLENTY, 64), rest="budgeted")
         assert {one.full_heads for one in found.candidates} == {0, 1, 4}
 
 
@@ -189,7 +189,7 @@ class TestByHand:
 
     def find(self, *kept, **options):
         """The candidate with this many full heads, a budget and bits."""
-        found = fit(self.PROFILE, ModelLayers([None]), self.FOOTPRINT, Recipe.of(fit=Demand(PLENTY, 1000), **options))
+        found = fitted(self.PROFILE, None, self.FOOTPRINT, fit=Demand(PLENTY, 1000), **options)
         [one] = [
             one
             for one in found.candidates
@@ -212,16 +212,14 @@ class TestByHand:
     def test_budgeted(self):
         # a mean of 112 spreads as 112 / 6 each and 112 / 1.2 x 2 by 0.25 and 0.75; 8 of the window are kept on top
         one = self.find(0, 112, None, rest="budgeted")
-        budgets = decide(self.PROFILE, ModelLayers([None]), Recipe.of(rest="budgeted", budget=112)).layers[0].budgets
+        budgets = decided(self.PROFILE, rest="budgeted", budget=112).layers[0].budgets
         assert budgets == (65, 159)
         assert one.kv_bytes == (65 + 159 + 16) * 32
         assert 1 - one.loss == pytest.approx((0.25 * log(1 + 73) + 0.75 * log(1 + 167)) / log(1001))
 
     def test_a_prompt_at_once_where_waiting_takes_more(self):
         profile, footprint = model(np.ones((8, 2)))
-        found = fit(
-            profile, ModelLayers([None] * 8), footprint, Recipe.of(fit=Demand(PLENTY, 1000, chunk=100), rest="budgeted")
-        )
+        found = fitted(profile, None, footprint, fit=Demand(PLENTY, 1000, chunk=100), rest="budgeted")
         logits = 10 * (2 + 4)
         for one in found.candidates:
             if one.quantization is None and one.budget:
@@ -236,14 +234,9 @@ class TestChoice:
     @settings(max_examples=60)
     def test_is_the_best_that_fits(self, case, data):
         profile, windows, footprint, demand, options = case
-        totals = sorted(
-            {
-                one.total
-                for one in fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options)).candidates
-            }
-        )
+        totals = sorted({one.total for one in fitted(profile, windows, footprint, fit=demand, **options).candidates})
         memory = data.draw(st.integers(totals[0], totals[-1] + 10))
-        found = fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=replace(demand, memory=memory), **options))
+        found = fitted(profile, windows, footprint, fit=replace(demand, memory=memory), **options)
         assert found.choice.total <= memory
         assert all(one.loss >= found.choice.loss for one in found.candidates if one.total <= memory)
         equal = [one for one in found.candidates if one.total <= memory and one.loss == found.choice.loss]
@@ -252,11 +245,8 @@ class TestChoice:
         alike = [one for one, width in zip(equal, bits[1:], strict=True) if width == bits[0]]
         assert found.choice.full_heads == max(one.full_heads for one in alike)
 
-        more = fit(
-            profile,
-            ModelLayers(windows),
-            footprint,
-            Recipe.of(fit=replace(demand, memory=memory + data.draw(st.integers(0, 9999))), **options),
+        more = fitted(
+            profile, windows, footprint, fit=replace(demand, memory=memory + data.draw(st.integers(0, 9999))), **options
         )
         assert more.choice.loss <= found.choice.loss
         assert more.candidates == found.candidates
@@ -265,7 +255,7 @@ class TestChoice:
     @settings(max_examples=40)
     def test_everything_in_16_bit_wins_where_it_fits(self, case):
         profile, windows, footprint, demand, options = case
-        choice = fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options)).choice
+        choice = fitted(profile, windows, footprint, fit=demand, **options).choice
         heads = windows.count(None) * profile.model.kv_heads
         assert (choice.full_heads, choice.quantization, choice.loss) == (heads, None, 0)
 
@@ -273,34 +263,21 @@ class TestChoice:
     @settings(max_examples=40)
     def test_impossible_says_by_how_much(self, case):
         profile, windows, footprint, demand, options = case
-        least = min(
-            one.total
-            for one in fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options)).candidates
-        )
+        least = min(one.total for one in fitted(profile, windows, footprint, fit=demand, **options).candidates)
         with pytest.raises(PolicyError, match=r"nothing fits in .*: the smallest policy takes .*, 1 B too much"):
-            fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=replace(demand, memory=least - 1), **options))
-        assert (
-            fit(
-                profile, ModelLayers(windows), footprint, Recipe.of(fit=replace(demand, memory=least), **options)
-            ).choice.total
-            == least
-        )
+            fitted(profile, windows, footprint, fit=replace(demand, memory=least - 1), **options)
+        assert fitted(profile, windows, footprint, fit=replace(demand, memory=least), **options).choice.total == least
 
     def test_weights_that_leave_no_room(self):
         profile, footprint = model([[1, 0.5]])
         recipe = Recipe.of(fit=Demand((3 << 20) - 1, 1000))
         with pytest.raises(PolicyError, match=r"the weights alone take 3\.00 MiB; raise `fit.memory` or `devices.tp`"):
-            fit(profile, ModelLayers([None]), replace(footprint, weights=3 << 20), recipe)
+            fitted(profile, None, replace(footprint, weights=3 << 20), recipe=recipe)
 
     def test_impossible_names_the_parts_and_the_way_out(self):
         profile, footprint = model([[1, 0.5]])
         with pytest.raises(PolicyError) as error:
-            fit(
-                profile,
-                ModelLayers([None]),
-                replace(footprint, weights=3 << 20),
-                Recipe.of(fit=Demand((3 << 20) + 1, 1000), rest="budgeted"),
-            )
+            fitted(profile, None, replace(footprint, weights=3 << 20), fit=Demand((3 << 20) + 1, 1000), rest="budgeted")
         assert "nothing fits in 3.00 MiB: " in str(error.value)
         assert "weights 3.00 MiB, KV cache " in str(error.value)
         assert "set `rest` to streaming" in str(error.value)
@@ -309,7 +286,7 @@ class TestChoice:
     @settings(max_examples=40)
     def test_pareto(self, case):
         profile, windows, footprint, demand, options = case
-        found = fit(profile, ModelLayers(windows), footprint, Recipe.of(fit=demand, **options))
+        found = fitted(profile, windows, footprint, fit=demand, **options)
         best = found.pareto
         assert best == pareto(reversed(found.candidates))
         assert all(one.total < other.total and one.loss > other.loss for one, other in pairwise(best))
@@ -352,15 +329,15 @@ class TestRefusals:
     def test_options(self, options, message):
         profile, footprint = model([[1, 0.5]])
         with pytest.raises(PolicyError, match=message):
-            fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 100), **options))
+            fitted(profile, None, footprint, fit=Demand(PLENTY, 100), **options)
 
     @pytest.mark.parametrize("rest", ["streaming", "budgeted"])
     def test_scores_that_are_all_zero(self, rest):
         profile, footprint = model([[0, 0]])
         with pytest.raises(PolicyError, match=r"score.* 0.*; use another profile"):
-            fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 100), rest=rest))
+            fitted(profile, None, footprint, fit=Demand(PLENTY, 100), rest=rest)
 
     def test_a_residual_beyond_all_contexts(self):
         profile, footprint = model([[1, 0.5]])
-        found = fit(profile, ModelLayers([None]), footprint, Recipe.of(fit=Demand(PLENTY, 1000), kv_residual=10**30))
+        found = fitted(profile, None, footprint, fit=Demand(PLENTY, 1000), kv_residual=10**30)
         assert len({one.kv_bytes for one in found.candidates if one.full_heads == 2}) == 1

@@ -11,33 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.errors import PolicyError
-from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.heads.kinds import full_heads
 from kvsurgery.heads.section import layout_section
 from kvsurgery.policy.layer_bits import least_loss
-from kvsurgery.policy.policy import Policy, decide
+from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
+from tests.helpers.deciding import decided
 from tests.helpers.losses import MODEL, losses
 
 LAYERS = 5
 AUTO = Recipe.of(kv_bits="auto", kv_budget=3.0, kv_measured="losses.safetensors", sparsity=0.4)
 
 
-def decided(recipe: Recipe = AUTO, seed: int = 0, **options) -> Policy:
+def chosen(recipe: Recipe = AUTO, seed: int = 0, **options) -> Policy:
     """A policy of five layers of three heads, with random scores and losses."""
     model = replace(MODEL, layers=LAYERS)
     scores = np.random.default_rng(seed).random((LAYERS, model.kv_heads), dtype=np.float32)
     windows = options.pop("windows", [None] * LAYERS)
     measured = losses(model, windows=windows, seed=seed)
-    return decide(
-        HeadProfile(scores, "duo", "kv", "made up", model),
-        ModelLayers(windows),
-        recipe.changed(**options),
-        None,
-        measured,
-    )
+    profile = HeadProfile(scores, "duo", "kv", "made up", model)
+    return decided(profile, windows, recipe, losses=measured, **options)
 
 
 @given(st.data())
@@ -59,7 +54,7 @@ def test_no_other_choice_is_better(data) -> None:
 @given(st.integers(0, 50), st.sampled_from([2, 2.5, 3.0, 3.7, 4.0, 5.5, 8.0, 12.0, 16]))
 def test_the_best_choice_of_layers(seed: int, budget: float) -> None:
     """Beside every other choice of widths, counted head by head."""
-    policy = decided(seed=seed, kv_budget=budget)
+    policy = chosen(seed=seed, kv_budget=budget)
     measured = losses(replace(MODEL, layers=LAYERS), seed=seed)
     harm = {bits: measured.expected(str(bits)) for bits in (8, 4, 3, 2)} | {16: np.zeros((LAYERS, 3))}
     full = {place: [*full_heads(layer)] for place, layer in enumerate(policy.layers) if layer.full}
@@ -78,17 +73,17 @@ def test_the_best_choice_of_layers(seed: int, budget: float) -> None:
 
 
 def test_each_width_is_rotated_and_clipped_as_measured() -> None:
-    policy = decided(sparsity=0.0, kv_budget=3.4)
+    policy = chosen(sparsity=0.0, kv_budget=3.4)
     hows = {layer.quantization for layer in policy.layers}
     assert len(hows) > 1
     assert hows <= {Quantization(bits, rotate="both", clip=False) for bits in (8, 4, 3, 2)}
     assert policy.options["kv_bits"] == "auto"
     assert policy.options["kv_measured"] == losses(replace(MODEL, layers=LAYERS)).hash[:16]
-    assert policy.hash != decided(sparsity=0.0, kv_budget=4.4).hash
+    assert policy.hash != chosen(sparsity=0.0, kv_budget=4.4).hash
 
 
 def test_layers_without_full_heads_have_no_width() -> None:
-    policy = decided(sparsity=0.8, windows=[None, 32, None, None, None])
+    policy = chosen(sparsity=0.8, windows=[None, 32, None, None, None])
     for layer in policy.layers:
         assert bool(layer.full) == (layer.quantization is not None)
     section = layout_section(policy.layout)
@@ -99,10 +94,10 @@ def test_layers_without_full_heads_have_no_width() -> None:
 
 
 def test_a_budget_for_one_width_gives_it() -> None:
-    assert {layer.quantization for layer in decided(kv_budget=2.0, sparsity=0.0).layers} == {
+    assert {layer.quantization for layer in chosen(kv_budget=2.0, sparsity=0.0).layers} == {
         Quantization(2, rotate="both", clip=False)
     }
-    everything = decided(kv_budget=16.0)
+    everything = chosen(kv_budget=16.0)
     assert everything.quantization is None
     assert "quantization" not in layout_section(everything.layout)
 
@@ -118,7 +113,7 @@ def test_a_budget_for_one_width_gives_it() -> None:
 )
 def test_refusals(options: dict, words: str) -> None:
     with pytest.raises(PolicyError, match=words):
-        decided(**options)
+        chosen(**options)
 
 
 def test_heads_that_have_no_small_width() -> None:
@@ -126,7 +121,5 @@ def test_heads_that_have_no_small_width() -> None:
     measured = losses(model)
     profile = HeadProfile(np.ones((2, 3), np.float32), "duo", "kv", "made up", model)
     with pytest.raises(PolicyError, match="heads of 12 have at least 4 bits a value"):
-        decide(profile, ModelLayers([None, None]), AUTO, None, measured)
-    assert (
-        decide(profile, ModelLayers([None, None]), AUTO.changed(kv_budget=4.0), None, measured).quantization.bits == 4
-    )
+        decided(profile, losses=measured, recipe=AUTO)
+    assert decided(profile, losses=measured, recipe=AUTO.changed(kv_budget=4.0)).quantization.bits == 4

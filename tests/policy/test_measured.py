@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsurgery.errors import PolicyError
-from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.heads.kinds import full_heads
-from kvsurgery.policy.fit import fit
 from kvsurgery.policy.measured import measured_cache
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Cache, Demand, Recipe
+from tests.helpers.deciding import decided, fitted
 from tests.helpers.losses import MODEL, WHOLE, losses
 
 FILE = "losses.safetensors"
@@ -71,19 +69,17 @@ class TestFit:
         """Against all numbers of full heads and widths, each priced from the heads that `decide` makes full."""
         scored, measured = profile(seed), losses(seed=seed)
         recipe = Recipe.of(**STREAMING, fit=Demand(1 << 50, context))
-        every = fit(scored, ModelLayers([None, None]), FOOTPRINT, recipe, losses=measured).candidates
+        every = fitted(scored, None, FOOTPRINT, losses=measured, recipe=recipe).candidates
         assert {(one.full_heads, one.bits) for one in every} == {
             (count, bits) for count in range(7) for bits in (16, *WHOLE) if count or bits == 16
         }
         for one in every:
-            policy = decide(scored, ModelLayers([None, None]), one.recipe(recipe))
+            policy = decided(scored, recipe=one.recipe(recipe))
             full = np.array([[head in full_heads(layer) for head in range(3)] for layer in policy.layers])
             quantized = 0 if one.bits == 16 else measured.expected(str(one.bits))[full].sum()
             assert one.loss == pytest.approx(quantized + measured.expected("streaming")[~full].sum(), abs=1e-9)
         memory = data.draw(st.integers(min(one.total for one in every), max(one.total for one in every)))
-        found = fit(
-            scored, ModelLayers([None, None]), FOOTPRINT, replace(recipe, fit=Demand(memory, context)), losses=measured
-        )
+        found = fitted(scored, None, FOOTPRINT, losses=measured, recipe=replace(recipe, fit=Demand(memory, context)))
         fitting = [one for one in every if one.total <= memory]
         assert found.choice.loss == min(one.loss for one in fitting)
         bits = [one.bits for one in found.alternatives]
@@ -93,28 +89,26 @@ class TestFit:
 
     def test_windows_that_hold_the_context_lose_nothing(self) -> None:
         recipe = Recipe.of(**STREAMING, fit=Demand(1 << 50, 20))
-        found = fit(profile(), ModelLayers([None, None]), FOOTPRINT, recipe, losses=losses())
+        found = fitted(profile(), None, FOOTPRINT, losses=losses(), recipe=recipe)
         assert {one.loss for one in found.candidates if one.bits == 16} == {0}
 
     def test_layers_with_a_window_are_not_priced(self) -> None:
         windows = [None, 32]
         measured = losses(windows=windows)
         recipe = Recipe.of(**STREAMING, fit=Demand(1 << 50, 1000))
-        found = fit(
-            replace(profile(), windows=tuple(windows)), ModelLayers(windows), FOOTPRINT, recipe, losses=measured
-        )
+        found = fitted(replace(profile(), windows=tuple(windows)), windows, FOOTPRINT, losses=measured, recipe=recipe)
         [none] = [one for one in found.candidates if not one.full_heads]
         assert none.loss == pytest.approx(measured.heads["streaming"][0].sum())
 
     def test_other_streaming_heads_than_were_measured(self) -> None:
         recipe = Recipe.of(rest="streaming", fit=Demand(1 << 50, 1000))
         with pytest.raises(PolicyError, match=r"`streaming.recent` 16, and this recipe 64 and 256; give the same"):
-            fit(profile(), ModelLayers([None, None]), FOOTPRINT, recipe, losses=losses())
+            fitted(profile(), None, FOOTPRINT, losses=losses(), recipe=recipe)
 
     def test_budgets_are_priced_by_a_guess(self) -> None:
         recipe = Recipe.of(rest="budgeted", fit=Demand(1 << 50, 1000))
-        assert fit(profile(), ModelLayers([None, None]), FOOTPRINT, recipe, losses=losses()).losses is None
+        assert fitted(profile(), None, FOOTPRINT, losses=losses(), recipe=recipe).losses is None
 
     def test_a_guess_has_no_2_bits(self) -> None:
-        found = fit(profile(), ModelLayers([None, None]), FOOTPRINT, Recipe.of(**STREAMING, fit=Demand(1 << 50, 1000)))
+        found = fitted(profile(), None, FOOTPRINT, **STREAMING, fit=Demand(1 << 50, 1000))
         assert {one.bits for one in found.candidates} == {16, 8, 4, 3}

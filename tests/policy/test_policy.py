@@ -13,11 +13,13 @@ from hypothesis.extra import numpy as hnp
 from kvsurgery.errors import PolicyError, ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.heads.kinds import BUDGETED, STREAMING, head_list
-from kvsurgery.policy.policy import decide, keep_all
+from kvsurgery.policy.evidence import Evidence
+from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
+from tests.helpers.deciding import decided
 
 
 def profile(scores, query_heads=None):
@@ -60,7 +62,7 @@ class TestSelection:
     @given(cases(), st.decimals(0, 1, places=3))
     def test_sparsity_is_exact(self, case, sparsity):
         made, windows = case
-        policy = decide(made, ModelLayers(windows), Recipe.of(sparsity=float(sparsity)))
+        policy = decided(made, windows, sparsity=float(sparsity))
         eligible = windows.count(None) * made.model.kv_heads
         streaming = int((sparsity * eligible).quantize(Decimal(1), ROUND_HALF_EVEN))
         assert policy.counts[STREAMING] == streaming
@@ -72,19 +74,19 @@ class TestSelection:
         made, windows = case
         ranked = ranking(made, windows)
         count = data.draw(st.integers(0, len(ranked)))
-        assert full(decide(made, ModelLayers(windows), Recipe.of(full_heads=count))) == set(ranked[:count])
+        assert full(decided(made, windows, full_heads=count)) == set(ranked[:count])
 
     @given(cases(), st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 1.1]))
     def test_threshold(self, case, threshold):
         made, windows = case
         expected = {place for place in ranking(made, windows) if made.scores[place] >= threshold}
-        assert full(decide(made, ModelLayers(windows), Recipe.of(threshold=threshold))) == expected
+        assert full(decided(made, windows, threshold=threshold)) == expected
 
     @given(cases(), st.floats(0, 1))
     def test_layers_are_permutations_in_source_order(self, case, sparsity):
         made, windows = case
         for layer, window in zip(
-            decide(made, ModelLayers(windows), Recipe.of(sparsity=sparsity, sink=3, recent=5)).layers,
+            decided(made, windows, sparsity=sparsity, sink=3, recent=5).layers,
             windows,
             strict=True,
         ):
@@ -99,7 +101,7 @@ class TestSelection:
 
     def test_without_scores_every_head_stays_full(self):
         model = ModelDimensions(2, 4, 2, 8)
-        policy = keep_all(model, ModelLayers([None, 9]), Recipe())
+        policy = Policy.of(Recipe(), Evidence(), ModelLayers(model, [None, 9]))
         assert [(layer.order, layer.full, layer.native) for layer in policy.layers] == [
             ((0, 1), 2, False),
             ((0, 1), 0, True),
@@ -107,19 +109,17 @@ class TestSelection:
         assert policy.options == {}
         for option in ({"sparsity": 0.5}, {"rest": "budgeted"}, {"budget": 9}, {"hold": 32}, {"sink": 9}):
             with pytest.raises(PolicyError, match=rf"{next(iter(option))}` requires a profile with scores"):
-                keep_all(model, ModelLayers([None] * 2), Recipe.of(**option))
+                Policy.of(Recipe.of(**option), Evidence(), ModelLayers(model, [None] * 2))
         with pytest.raises(PolicyError, match="no layer of this model has full attention"):
-            keep_all(model, ModelLayers([9, 9]), Recipe())
+            Policy.of(Recipe(), Evidence(), ModelLayers(model, [9, 9]))
         reform = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
         with pytest.raises(ProfileError, match="has embedding heads and no scores"):
-            decide(reform, ModelLayers([None] * 2))
+            decided(reform)
 
     @given(cases(), st.floats(0, 1), st.floats(0, 1))
     def test_more_sparsity_never_makes_a_head_full(self, case, one, other):
         made, windows = case
-        low, high = (
-            full(decide(made, ModelLayers(windows), Recipe.of(sparsity=sparsity))) for sparsity in sorted((one, other))
-        )
+        low, high = (full(decided(made, windows, sparsity=sparsity)) for sparsity in sorted((one, other)))
         assert high <= low
 
     @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ class TestSelection:
     )
     def test_counts_by_hand(self, sparsity, heads, streaming):
         made = profile(np.linspace(0, 1, heads)[None])
-        policy = decide(made, ModelLayers([None]), Recipe.of(sparsity=sparsity))
+        policy = decided(made, sparsity=sparsity)
         assert policy.counts[STREAMING] == streaming
         assert policy.layers[0].order[: policy.layers[0].full] == tuple(range(streaming, heads))
 
     def test_ties_fall_to_the_earlier_layer_then_head(self):
         made = profile([[0, 1, 1], [1, 0.5, 1], [1, 1, 1]])
-        assert full(decide(made, ModelLayers(full_windows(made)), Recipe.of(full_heads=3))) == {(0, 1), (0, 2), (1, 0)}
-        assert full(decide(made, ModelLayers(full_windows(made)), Recipe.of(full_heads=5))) == {
+        assert full(decided(made, full_heads=3)) == {(0, 1), (0, 2), (1, 0)}
+        assert full(decided(made, full_heads=5)) == {
             (0, 1),
             (0, 2),
             (1, 0),
@@ -156,33 +156,33 @@ class TestSelection:
 
     def test_order_by_hand(self):
         made = profile([[0.1, 0.9, 0.2, 0.8], [1, 1, 1, 1], [0, 0, 0, 0]])
-        first, all_full, all_streaming = decide(made, ModelLayers(full_windows(made)), Recipe.of(sparsity=0.5)).layers
+        first, all_full, all_streaming = decided(made, sparsity=0.5).layers
         assert (first.order, first.full) == ((1, 3, 0, 2), 2)
         assert (all_full.order, all_full.full) == ((0, 1, 2, 3), 4)
         assert (all_streaming.order, all_streaming.full) == ((0, 1, 2, 3), 0)
 
     def test_native_layers_win_nothing_by_high_scores(self):
         made = profile([[1, 1], [0.1, 0.2], [1, 1], [0.4, 0.3]])
-        policy = decide(made, ModelLayers([8, None, 8, None]), Recipe.of(sparsity=0.5))
+        policy = decided(made, [8, None, 8, None], sparsity=0.5)
         assert full(policy) == {(3, 0), (3, 1)}
         assert policy.eligible == 4
-        assert full(decide(made, ModelLayers([8, None, 8, None]), Recipe.of(threshold=0.2))) == {(1, 1), (3, 0), (3, 1)}
+        assert full(decided(made, [8, None, 8, None], threshold=0.2)) == {(1, 1), (3, 0), (3, 1)}
 
     def test_threshold_in_the_scores_own_precision(self):
         # 0.3 in float32 is below and 0.1 above the float64 of the same spelling
         made = profile([[0.1, 0.3]])
-        assert full(decide(made, ModelLayers([None]), Recipe.of(threshold=0.3))) == {(0, 1)}
-        assert full(decide(made, ModelLayers([None]), Recipe.of(threshold=0.1))) == {(0, 0), (0, 1)}
+        assert full(decided(made, threshold=0.3)) == {(0, 1)}
+        assert full(decided(made, threshold=0.1)) == {(0, 0), (0, 1)}
 
     def test_threshold_beyond_float32(self):
         made = profile([[0.1, 0.3]])
-        assert decide(made, ModelLayers([None]), Recipe.of(threshold=1e39)).counts[STREAMING] == 2
+        assert decided(made, threshold=1e39).counts[STREAMING] == 2
 
     def test_defaults_are_the_paper_s(self):
         gqa, mha = profile(np.eye(2, 4)), profile(np.eye(2, 4), query_heads=4)
-        assert decide(gqa, ModelLayers([None] * 2)).counts[STREAMING] == 4
-        assert decide(mha, ModelLayers([None] * 2)).counts[STREAMING] == 6
-        assert {(layer.sink, layer.recent) for layer in decide(gqa, ModelLayers([None] * 2)).layers} == {(64, 256)}
+        assert decided(gqa).counts[STREAMING] == 4
+        assert decided(mha).counts[STREAMING] == 6
+        assert {(layer.sink, layer.recent) for layer in decided(gqa).layers} == {(64, 256)}
 
 
 class TestGroupReduce:
@@ -191,13 +191,9 @@ class TestGroupReduce:
         made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
         np.testing.assert_allclose(kv_scores(made, "mean"), [[0.3, 0.4]])
         np.testing.assert_allclose(kv_scores(made, "max"), [[0.6, 0.4]])
-        assert full(
-            decide(made, ModelLayers([None]), Recipe.of(full_heads=1, rest="streaming", group_reduce="mean"))
-        ) == {(0, 1)}
-        assert full(
-            decide(made, ModelLayers([None]), Recipe.of(full_heads=1, rest="streaming", group_reduce="max"))
-        ) == {(0, 0)}
-        assert full(decide(made, ModelLayers([None]), Recipe.of(full_heads=1, rest="streaming"))) == {(0, 1)}
+        assert full(decided(made, full_heads=1, rest="streaming", group_reduce="mean")) == {(0, 1)}
+        assert full(decided(made, full_heads=1, rest="streaming", group_reduce="max")) == {(0, 0)}
+        assert full(decided(made, full_heads=1, rest="streaming")) == {(0, 1)}
 
     def test_groups_are_neighbors(self):
         made = query_profile(np.arange(12).reshape(2, 6), kv_heads=3)
@@ -209,7 +205,7 @@ class TestGroupReduce:
         shuffled = [group[place] for place in order]
         made = query_profile([[*shuffled, *group]], kv_heads=2)
         assert kv_scores(made)[0, 0] == kv_scores(made)[0, 1]
-        assert full(decide(made, ModelLayers([None]), Recipe.of(full_heads=1, rest="streaming"))) == {(0, 0)}
+        assert full(decided(made, full_heads=1, rest="streaming")) == {(0, 0)}
 
     def test_kv_scores_are_left_alone(self):
         made = profile([[0.1, 0.3]])
@@ -217,40 +213,34 @@ class TestGroupReduce:
 
     def test_recorded_where_it_matters(self):
         made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
-        assert (
-            decide(made, ModelLayers([None]), Recipe.of(rest="streaming", group_reduce="max")).options["group_reduce"]
-            == "max"
-        )
-        assert "group_reduce" not in decide(profile([[0.1, 0.3]]), ModelLayers([None])).options
+        assert decided(made, rest="streaming", group_reduce="max").options["group_reduce"] == "max"
+        assert "group_reduce" not in decided(profile([[0.1, 0.3]])).options
 
     def test_unknown(self):
         for made in (profile([[0.1, 0.3]]), query_profile([[0, 1]], kv_heads=1)):
             with pytest.raises(PolicyError, match=r"`heads.group_reduce` is mean or max, got 'median'"):
-                decide(made, ModelLayers([None]), Recipe.of(group_reduce="median"))
+                decided(made, group_reduce="median")
 
 
 class TestRecord:
     def test_options(self):
-        options = decide(profile([[0.1, 0.3]]), ModelLayers([None]), Recipe.of(full_heads=1, sink=2, recent=3)).options
+        options = decided(profile([[0.1, 0.3]]), full_heads=1, sink=2, recent=3).options
         assert options == {"full_heads": 1, "method": "ablation", "rest": "streaming", "sink": 2, "recent": 3}
 
     def test_default_sparsity_is_recorded(self):
-        assert decide(profile([[0.1, 0.3]]), ModelLayers([None])).options["sparsity"] == 0.5
+        assert decided(profile([[0.1, 0.3]])).options["sparsity"] == 0.5
 
     def test_hash_is_of_the_layers_not_of_the_way_there(self):
         made = profile([[0.1, 0.3], [0.2, 0.9]])
         windows = full_windows(made)
-        same = [
-            decide(made, ModelLayers(windows), Recipe.of(**how))
-            for how in ({"sparsity": 0.5}, {"full_heads": 2}, {"threshold": 0.3})
-        ]
+        same = [decided(made, windows, **how) for how in ({"sparsity": 0.5}, {"full_heads": 2}, {"threshold": 0.3})]
         assert len({policy.hash for policy in same}) == 1
         others = [
-            decide(made, ModelLayers(windows), Recipe.of(full_heads=1)),
-            decide(made, ModelLayers(windows), Recipe.of(full_heads=2, sink=1)),
-            decide(made, ModelLayers(windows), Recipe.of(full_heads=2, recent=1)),
-            decide(made, ModelLayers([None, 256]), Recipe.of(full_heads=1)),
-            decide(made, ModelLayers(windows), Recipe.of(sparsity=0.0)),
+            decided(made, windows, full_heads=1),
+            decided(made, windows, full_heads=2, sink=1),
+            decided(made, windows, full_heads=2, recent=1),
+            decided(made, [None, 256], full_heads=1),
+            decided(made, windows, sparsity=0.0),
         ]
         assert len({policy.hash for policy in [same[0], *others]}) == 6
 
@@ -291,7 +281,7 @@ class TestRefusals:
     )
     def test_options(self, options, message):
         with pytest.raises(PolicyError, match=message):
-            decide(profile(np.eye(2)), ModelLayers([None, None]), Recipe.of(**options))
+            decided(profile(np.eye(2)), **options)
 
     @pytest.mark.parametrize("threshold", [-0.01, 1.01, 50, float("nan")])
     def test_a_threshold_beyond_the_scores_of_a_method(self, threshold):
@@ -299,25 +289,25 @@ class TestRefusals:
         with pytest.raises(
             PolicyError, match=rf"`heads.threshold` must lie in \[0, 1\] for duo scores, got {threshold}"
         ):
-            decide(gates, ModelLayers([None, None]), Recipe.of(threshold=threshold))
+            decided(gates, threshold=threshold)
 
     def test_full_heads_counts_eligible_layers_only(self):
         with pytest.raises(PolicyError, match=r"`full_heads` must lie in \[0, 2\] for this model, got 3"):
-            decide(profile(np.eye(2)), ModelLayers([None, 8]), Recipe.of(full_heads=3))
+            decided(profile(np.eye(2)), [None, 8], full_heads=3)
 
     def test_nothing_eligible(self):
         with pytest.raises(PolicyError, match="no layer of this model has full attention"):
-            decide(profile(np.eye(2)), ModelLayers([8, 8]))
+            decided(profile(np.eye(2)), [8, 8])
 
     def test_another_model_s_layers(self):
-        with pytest.raises(PolicyError, match="the profile has 2 layers, the model 3"):
-            decide(profile(np.eye(2)), ModelLayers([None] * 3))
+        with pytest.raises(ProfileError, match=r"the head profile is of test .2 layers.* but here has 3 layers"):
+            Evidence(profile(np.eye(2))).check(ModelLayers(ModelDimensions(3, 4, 2, 8), [None] * 3), "here")
 
 
 class TestBudgets:
     def test_headkv_profiles_give_budgets(self):
         made = query_profile([[4, 4, 2, 2], [1, 1, 1, 1]], kv_heads=2)
-        policy = decide(made, ModelLayers([None, None]), Recipe.of(budget=100, beta=2))
+        policy = decided(made, budget=100, beta=2)
         # share 50, pool 50 x 4 by 4 2 1 1 of 8
         assert [layer.budgets for layer in policy.layers] == [(150, 100), (75, 75)]
         assert (policy.full, policy.counts[STREAMING], policy.counts[BUDGETED]) == (0, 0, 4)
@@ -326,7 +316,7 @@ class TestBudgets:
 
     def test_full_heads_come_first_and_the_rest_shares_the_total(self):
         made = profile([[0.1, 0.9], [0.4, 0.4]])
-        policy = decide(made, ModelLayers([None, None]), Recipe.of(rest="budgeted", budget=10, beta=1.5, full_heads=2))
+        policy = decided(made, rest="budgeted", budget=10, beta=1.5, full_heads=2)
         assert [layer.order for layer in policy.layers] == [(1, 0), (0, 1)]
         assert [layer.full for layer in policy.layers] == [1, 1]
         assert sum(sum(layer.budgets) for layer in policy.layers) == 2 * 10
@@ -334,17 +324,15 @@ class TestBudgets:
 
     def test_shares_keep_their_proportions(self):
         made = replace(profile([[0.1, 0.3], [0.4, 0.0]]), method="lu-kv")
-        policy = decide(made, ModelLayers([None, None]), Recipe.of(budget=100))
+        policy = decided(made, budget=100)
         assert [layer.budgets for layer in policy.layers] == [(50, 150), (200, 0)]
         assert "beta" not in policy.options
-        more_even = decide(made, ModelLayers([None, None]), Recipe.of(budget=100, beta=2))
+        more_even = decided(made, budget=100, beta=2)
         assert [layer.budgets for layer in more_even.layers] == [(75, 125), (150, 50)]
 
     @given(hnp.arrays(np.int64, (2, 3), elements=st.integers(0, 1 << 24)), st.integers(0, 5))
     def test_budgets_are_given_as_they_are(self, tokens, full_heads):
-        policy = decide(
-            replace(profile(tokens), method="budgets"), ModelLayers([None, None]), Recipe.of(full_heads=full_heads)
-        )
+        policy = decided(replace(profile(tokens), method="budgets"), full_heads=full_heads)
         kept = sorted(tokens.ravel())[: 6 - full_heads]
         assert sorted(budget for layer in policy.layers for budget in layer.budgets) == kept
         assert Recipe.from_toml(policy.recipe.to_toml()) == policy.recipe
@@ -358,8 +346,8 @@ class TestBudgets:
     def test_another_profile_s_shares(self, gates, shares, full_heads, budget):
         gates, shares = profile(gates), replace(profile(shares), method="wg-kv")
         recipe = Recipe.of(full_heads=full_heads, budget=budget, budgets_from="shares")
-        policy = decide(gates, ModelLayers([None, None]), recipe, shares)
-        assert full(policy) == full(decide(gates, ModelLayers([None, None]), Recipe.of(full_heads=full_heads)))
+        policy = decided(gates, budgets=shares, recipe=recipe)
+        assert full(policy) == full(decided(gates, full_heads=full_heads))
         found = {
             (n, head): tokens
             for n, layer in enumerate(policy.layers)
@@ -375,9 +363,9 @@ class TestBudgets:
         with pytest.raises(
             PolicyError, match=r"say how many with `heads.full_heads` or `heads.sparsity`, or leave the profile out"
         ):
-            decide(gates, ModelLayers([None]), Recipe.of(budget=9), shares)
+            decided(gates, budgets=shares, budget=9)
         with pytest.raises(PolicyError, match=r"`budgeted.budget` is missing"):
-            decide(gates, ModelLayers([None]), Recipe.of(full_heads=1), shares)
+            decided(gates, budgets=shares, full_heads=1)
         with pytest.raises(PolicyError, match=r"`budgeted.budgets_from` exclude each other"):
             Recipe.of(rest="streaming", budgets_from="shares")
 
@@ -386,12 +374,10 @@ class TestBudgets:
             None, "reform", None, "test", ModelDimensions(1, 4, 2, 8), embedding_heads=(EmbeddingHead(0, "q", 1),)
         )
         with pytest.raises(ProfileError, match="has embedding heads and no scores"):
-            decide(profile([[0.1, 0.9]]), ModelLayers([None]), Recipe.of(full_heads=1, budget=9), heads)
+            decided(profile([[0.1, 0.9]]), budgets=heads, full_heads=1, budget=9)
 
     def test_native_layers_have_none(self):
-        policy = decide(
-            profile([[0.1, 0.9], [0.4, 0.4]]), ModelLayers([5, None]), Recipe.of(rest="budgeted", budget=10)
-        )
+        policy = decided(profile([[0.1, 0.9], [0.4, 0.4]]), [5, None], rest="budgeted", budget=10)
         assert head_list(policy.layers[0]) == ("window", "window")
         assert policy.layers[0].native
         assert sum(policy.layers[1].budgets) == 20
@@ -411,9 +397,9 @@ class TestBudgets:
     )
     def test_impossible(self, options, message):
         with pytest.raises(PolicyError, match=message):
-            decide(query_profile([[1, 2]], kv_heads=1), ModelLayers([None]), Recipe.of(**options))
+            decided(query_profile([[1, 2]], kv_heads=1), **options)
 
     def test_hash_covers_the_selection(self):
         made = query_profile([[1, 2]], kv_heads=1)
-        hashes = {decide(made, ModelLayers([None]), Recipe.of(budget=9, window=w)).hash for w in (4, 8)}
+        hashes = {decided(made, budget=9, window=w).hash for w in (4, 8)}
         assert len(hashes) == 2

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.policy.policy import Policy, decide, keep_all
+from kvsurgery.policy.evidence import Evidence
+from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from tests.helpers.losses import MODEL, losses
@@ -31,12 +32,9 @@ def profile(method: str) -> HeadProfile:
 def decided(case: dict[str, Any]) -> Policy:
     recipe = Recipe.from_toml(case["recipe"])
     if recipe_losses := losses() if "auto" in case["recipe"] else None:
-        return keep_all(MODEL, ModelLayers([None] * MODEL.layers), recipe, recipe_losses)
-    model = ModelLayers(list(WINDOWS))
-    if case["profile"] is None:
-        return keep_all(ModelDimensions(4, 8, 4, 64), model, recipe)
-    budgets = None if case["budgets"] is None else profile(case["budgets"])
-    return decide(profile(case["profile"]), model, recipe, budgets)
+        return Policy.of(recipe, Evidence(losses=recipe_losses), ModelLayers(MODEL, [None] * MODEL.layers))
+    profiles = (None if case[name] is None else profile(case[name]) for name in ("profile", "budgets"))
+    return Policy.of(recipe, Evidence(*profiles), ModelLayers(ModelDimensions(4, 8, 4, 64), WINDOWS))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['profile']}: {case['recipe']}")

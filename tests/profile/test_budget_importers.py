@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.policy.policy import usual_rest
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.importers.budgets import import_budgets
 from kvsurgery.profile.importers.lu_kv import import_lu_kv
 from kvsurgery.profile.importers.wg_kv import import_wg_kv
@@ -15,7 +15,7 @@ class TestWgKv:
     def test_shares_become_budgets(self, tmp_path):
         made = import_wg_kv(tsv(tmp_path / "0.5_retain_ratio.tsv", [[0.1, 0.9], [0.5, 0.5], [1, 0]]), MODEL)
         assert made.scores.tolist() == np.float32([[0.1, 0.9], [0.5, 0.5], [1, 0]]).tolist()
-        assert usual_rest(made) == "budgeted"
+        assert Evidence(made).rest == "budgeted"
 
     def test_shares_lie_in_the_unit_interval(self, tmp_path):
         with pytest.raises(ProfileError, match=r"line 1: 1.001 is outside .* not a share of kept tokens"):
@@ -35,7 +35,7 @@ class TestLuKv:
         np.save(tmp_path / "curve.npy", curves().astype(dtype))
         made = import_lu_kv(tmp_path / "curve.npy", MODEL, keep)
         np.testing.assert_allclose(made.scores, 1 - curves()[99 - keep], atol=1e-3)
-        assert (made.method, made.granularity, usual_rest(made)) == ("lu-kv", "kv", "budgeted")
+        assert (made.method, made.granularity, Evidence(made).rest) == ("lu-kv", "kv", "budgeted")
         assert made.provenance["keep_percent"] == keep
 
     def test_column_order_of_a_file_makes_no_difference(self, tmp_path):
@@ -90,7 +90,7 @@ class TestBudgets:
         (tmp_path / "budgets.tsv").write_text('\ufeff128\t0\r\n16777216\t"1"\r\n7\t7\r\n\r\n', encoding="utf-8")
         made = import_budgets(tmp_path / "budgets.tsv", MODEL)
         assert made.scores.tolist() == [[128, 0], [1 << 24, 1], [7, 7]]
-        assert (made.method, made.granularity, usual_rest(made)) == ("budgets", "kv", "budgeted")
+        assert (made.method, made.granularity, Evidence(made).rest) == ("budgets", "kv", "budgeted")
 
     @pytest.mark.parametrize("cell", ["1.5", "-1", "16777217", "9" * 5000, "", "1e3", "NaN", "\u0663"])
     def test_no_whole_number_of_tokens(self, tmp_path, cell):

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvsurgery.errors import PolicyError, ProfileError
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.policy.policy import decide
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe
+from tests.helpers.deciding import decided
 
 MODEL = ModelDimensions(layers=2, query_heads=4, kv_heads=2, head_dim=8)
 SCORES = hnp.arrays(np.float32, (3, 4), elements=st.integers(0, 5))
@@ -78,7 +77,7 @@ class TestOverlap:
         for overlap in compare(ablation(a), ablation(b)).overlaps:
             full = []
             for scores in (a, b):
-                policy = decide(ablation(scores), ModelLayers([None] * 3), Recipe.of(sparsity=overlap.sparsity))
+                policy = decided(ablation(scores), sparsity=overlap.sparsity)
                 full.append({(n, head) for n, layer in enumerate(policy.layers) for head in layer.order[: layer.full]})
             assert len(full[0]) == len(full[1]) == overlap.full
             assert len(full[0] & full[1]) == overlap.shared

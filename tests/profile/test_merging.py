@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.heads.kinds import STREAMING
-from kvsurgery.policy.policy import decide
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.merging import merge
 from kvsurgery.profile.methods import SCORE_METHODS
-from kvsurgery.recipe import Recipe
+from tests.helpers.deciding import decided
 
 MODEL = ModelDimensions(layers=2, query_heads=4, kv_heads=2, head_dim=8)
 HOWS = ("mean", "max", "rank-product")
@@ -65,7 +64,7 @@ class TestLaws:
     @given(SCORES, st.sampled_from(HOWS), st.floats(0, 1))
     def test_every_result_can_be_decided_on(self, scores, how, sparsity):
         merged = merge([kv(of) for of in scores], how)
-        policy = decide(merged, ModelLayers([None] * 2), Recipe.of(sparsity=sparsity))
+        policy = decided(merged, sparsity=sparsity)
         assert policy.counts[STREAMING] == round(sparsity * 4)
         assert merged.scores.max() <= SCORE_METHODS[merged.method].most
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
-from kvsurgery.policy.policy import usual_rest
+from kvsurgery.policy.evidence import Evidence
 from kvsurgery.profile.importers.flexicache import import_flexicache
 from kvsurgery.profile.importers.headkv import import_headkv
 from kvsurgery.profile.importers.kvzip import import_kvzip
@@ -161,7 +161,7 @@ class TestKvzip:
         torch.save(torch.tensor(self.SCORES, dtype=dtype).reshape(shape), tmp_path / "llama-qa.pt")
         made = import_kvzip([tmp_path / "llama-qa.pt"], MODEL)
         assert made.scores.tolist() == [list(row) for row in self.SCORES]
-        assert (made.method, made.granularity, usual_rest(made)) == ("kvzip", "kv", "streaming")
+        assert (made.method, made.granularity, Evidence(made).rest) == ("kvzip", "kv", "streaming")
 
     def test_a_head_gets_its_largest_score(self, tmp_path):
         one = torch.tensor(self.SCORES)

@@ -2,13 +2,12 @@
 
 import numpy as np
 
-from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.policy.policy import decide
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.summary import describe, describe_comparison, facts
-from kvsurgery.recipe import Recipe
+from tests.helpers.deciding import decided
 
 MODEL = ModelDimensions(layers=2, query_heads=8, kv_heads=4, head_dim=8)
 DUO = HeadProfile([[0, 1, 1, 0.5], [0.25, 0.75, 1, 0]], "duo", "kv", "org/model", MODEL)
@@ -19,9 +18,7 @@ def test_facts():
     found = facts(DUO)
     assert (found["shape"], found["score_min"], found["score_max"], found["at_max"]) == ([2, 4], 0, 1, 3)
     for sparsity, full in found["full_heads_per_layer"].items():
-        assert full == [
-            layer.full for layer in decide(DUO, ModelLayers([None] * 2), Recipe.of(sparsity=float(sparsity))).layers
-        ]
+        assert full == [layer.full for layer in decided(DUO, sparsity=float(sparsity)).layers]
     assert found["hash"] == DUO.hash
     assert found["scores"] == DUO.scores.tolist()
 

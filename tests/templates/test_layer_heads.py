@@ -15,12 +15,11 @@ from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.measure.cache_trial import CacheTrial, Window
-from kvsurgery.policy.fit import fit
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import decide
 from kvsurgery.recipe import Demand, Recipe
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.helpers.command import done
+from tests.helpers.deciding import decided, fitted
 from tests.helpers.families import IMAGE, LAYER_HEADS, largest, make, tokens
 from tests.helpers.measured_models import measured_model
 from tests.helpers.reference import reference_logits
@@ -175,9 +174,9 @@ def test_prices_are_those_of_the_decided_policy(checkpoint, family, rest):
     source, profile = Checkpoint.open(checkpoint(family)), random_profile(checkpoint(family))
     layers, footprint = source.model.layers, Footprint.of(source)
     asked = Recipe.of(fit=Demand(1 << 30, 1000, chunk=1000), rest=rest)
-    found = fit(profile, layers, footprint, asked)
+    found = fitted(profile, layers, footprint, recipe=asked)
     for candidate in found.candidates[::7]:
-        layout = decide(profile, layers, candidate.recipe(asked)).layout
+        layout = decided(profile, layers, candidate.recipe(asked)).layout
         assert candidate.kv_bytes == layout.kv_bytes(1, 1000, itemsize=4)
         activations = footprint.activation_bytes(1, 1000, 1000, tiles=False)
         peak = layout.prefill_peak_bytes(1, 1000, itemsize=4)

@@ -16,13 +16,12 @@ from kvsurgery.conversion.revert import revert
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.heads.kinds import STREAMING, full_heads
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.policy.fit import fit
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.recipe import Demand, Recipe
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.command import done
+from tests.helpers.deciding import decided, fitted
 from tests.helpers.families import SHARED_CACHE, largest, make, tokens
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder, random_profile
@@ -61,7 +60,7 @@ def test_a_head_keeps_what_any_of_its_layers_needs(checkpoint, family, layer):
     assert layers.sources == {3: 1, 4: 2, 5: 1}
     profile = scored(checkpoint(family), layer)
     assert kv_scores(profile, sources=layers.sources)[1].tolist() == pytest.approx([0.1, 1, 0.1, 1])
-    policy = decide(profile, layers, Recipe.of(full_heads=2))
+    policy = decided(profile, layers, full_heads=2)
     assert [full_heads(each) for each in policy.layout.attended] == [(), (1, 3), (), (1, 3), (), (1, 3)]
     assert policy.orders == ((0, 1, 2, 3), (1, 3, 0, 2)) + ((0, 1, 2, 3), (1, 3, 0, 2)) * 2
     assert (policy.full, policy.counts[STREAMING]) == (2, 2)
@@ -170,10 +169,10 @@ def test_prices_are_those_of_the_decided_policy(checkpoint, family):
     source, profile = Checkpoint.open(checkpoint(family)), random_profile(checkpoint(family))
     layers = source.model.layers
     asked = Recipe.of(fit=Demand(1 << 30, 1000, chunk=1000), rest="streaming")
-    found = fit(profile, layers, Footprint.of(source), asked)
+    found = fitted(profile, layers, Footprint.of(source), recipe=asked)
     assert {candidate.full_heads for candidate in found.candidates} == {0, 1, 2, 3, 4}
     for candidate in found.candidates[::5]:
-        layout = decide(profile, layers, candidate.recipe(asked)).layout
+        layout = decided(profile, layers, candidate.recipe(asked)).layout
         assert candidate.kv_bytes == layout.kv_bytes(1, 1000, itemsize=4)
 
 
