@@ -1,7 +1,7 @@
 """On a GPU: kernels against the read bandwidth, whole models against stock ones, and how many tokens fit in 80 GB.
 
-    python benchmarks/gpu.py
-    python benchmarks/gpu.py --sections models capacity
+    python -m benchmarks.gpu
+    python -m benchmarks.gpu --sections models capacity
 
 Needs torch, triton and transformers, one GPU of 80 GB or more, and about nine minutes. Sections, each with a time
 of its own; what does not fit in time or memory is skipped, and the results say so:

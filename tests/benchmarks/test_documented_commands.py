@@ -59,7 +59,7 @@ def test_every_committed_file_has_a_command() -> None:
     """gpu.py names its file after the device."""
     names = {path.name for path in (BENCHMARKS / "results").glob("*.json") if not path.name.startswith("gpu-")}
     assert {written(command) for command in COMMANDS} == names | {"results.json"}
-    assert "\npython benchmarks/gpu.py\n" in (ROOT / "docs" / "results.md").read_text()
+    assert "\npython -m benchmarks.gpu\n" in (ROOT / "docs" / "results.md").read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{Path(command.words[1]).stem}-{written(command)}")
