@@ -19,6 +19,7 @@ from kvsurgery.templates.kv_layout import text_config
 
 MAX_COUNT = 1 << 12  # experts of a layer; larger numbers in a config are nonsense
 LM_HEAD = "lm_head.weight"
+OUTPUT_LAYER = "lm_head."
 TIED = "tie_word_embeddings"
 
 
@@ -95,10 +96,10 @@ class Model(ModelAttention):
 
     @property
     def has_output(self) -> bool:
-        """Whether the stock class has an output layer of its own, not the embedding and not none."""
+        """Whether the stock class has an output layer, of its own or of the embedding."""
         model, *_, generator = self.family.classes.values()
         [architecture, *_] = self.config.get("architectures") or [generator]
-        return (architecture != model or model == generator) and not self.is_tied
+        return architecture != model or model == generator
 
     def missing(self, tensors: Iterable[str]) -> Iterator[str]:
         """Names of the tensors that the stock class would initialize at random, given the names of all there.
@@ -112,7 +113,7 @@ class Model(ModelAttention):
         prefix = next((name.partition("layers.")[0] for name, role in roles.items() if role.layer is not None), "")
         outer_prefix = next(filter(prefix.startswith, ("language_model.", "model.")), "")
         for part in self._missing_text(parts):
-            own_prefix = outer_prefix.removeprefix("model.") if part == LM_HEAD else prefix
+            own_prefix = outer_prefix.removeprefix("model.") if part.startswith(OUTPUT_LAYER) else prefix
             yield own_prefix + part
         for start, section, kind in self._modules():
             module = load_module(kind)
@@ -141,7 +142,8 @@ class Model(ModelAttention):
                 if self._in_layer(part, layer):
                     yield from (f"layers.{layer}.{name}" for name in self._absent(part, layer, parts))
         for part in family.copied.model:
-            if self._applies(part) and (part != LM_HEAD or self.has_output):
+            is_absent = part.startswith(OUTPUT_LAYER) and (not self.has_output or (part == LM_HEAD and self.is_tied))
+            if self._applies(part) and not is_absent:
                 yield from self._absent(part, None, parts)
 
     def _absent(self, part: str, layer: int | None, parts: Collection[tuple[int | None, str]]) -> list[str]:

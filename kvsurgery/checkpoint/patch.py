@@ -13,6 +13,7 @@ from functools import cache
 from itertools import chain
 from typing import Any, Literal
 
+from kvsurgery.checkpoint.role import HIDDEN, OTHER
 from kvsurgery.errors import PolicyError
 from kvsurgery.system.resources import PATCHES
 from kvsurgery.system.typed_toml import check_types
@@ -22,7 +23,7 @@ AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToTex
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 CHUNKED_ATTENTION = "chunked_attention"
-SHAPE_SYMBOL = re.compile("hidden|query_heads|gated_queries|[qkv]+")
+SHAPE_SYMBOL = re.compile("hidden|other|query_heads|kv_heads|gated_queries|[qkv]+")
 PERMUTATIONS = PATCHES / "shared" / "permutations.toml"
 # config keys that are read by these names in every family, and may have a default
 COMMON_KEYS = (
@@ -273,7 +274,7 @@ def permutations() -> dict[str, dict[str, tuple[str, ...]]]:
     """The shapes of tensors with heads, by the names that patches give to sets of them."""
     tables = tomllib.loads(PERMUTATIONS.read_text(encoding="utf-8"))
     for part, shape in (item for table in tables.values() for item in table.items()):
-        moved_axes = [symbol for symbol in shape if symbol != "hidden"]
+        moved_axes = [symbol for symbol in shape if symbol not in (HIDDEN, OTHER)]
         if len(moved_axes) != 1 or not all(map(SHAPE_SYMBOL.fullmatch, shape)):
             raise PolicyError(f"{PERMUTATIONS}: the shape of {part!r} has no axis of heads, or several: {shape}")
     return {name: {part: tuple(shape) for part, shape in table.items()} for name, table in tables.items()}

@@ -12,9 +12,11 @@ OLDEST, NEWEST = (0, 30), (0, 33)  # vLLM's cache planner and cache managers as 
 # the architectures that are served with the converted cache
 ARCHITECTURES = (
     "ApertusForCausalLM",
+    "CohereForCausalLM",
     "Cohere2ForCausalLM",
     "Ernie4_5ForCausalLM",
     "Exaone4ForCausalLM",
+    "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Gemma4ForCausalLM",
@@ -23,6 +25,7 @@ ARCHITECTURES = (
     "Glm4MoeForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "Llama4ForCausalLM",
     "Llama4ForConditionalGeneration",
@@ -33,8 +36,10 @@ ARCHITECTURES = (
     "Mistral3ForConditionalGeneration",
     "MistralForCausalLM",
     "MixtralForCausalLM",
+    "NemotronForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
@@ -49,7 +54,17 @@ ARCHITECTURES = (
     "SmolLM3ForCausalLM",
 )
 # the converter's other architectures, which are served with the original's cache and a warning
-DENSE = ("Gemma3nForCausalLM",)
+DENSE = (
+    "Dots1ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Gemma3nForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "PhimoeForCausalLM",
+    "SolarOpenForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+# where vLLM runs classes of transformers, a subclass would not be one of these
+TRANSFORMERS = "vllm.model_executor.models.transformers"
 
 # architecture -> module and class that vLLM has registered for it
 stock: dict[str, tuple[str, str]] = {}
@@ -76,7 +91,7 @@ def register() -> None:
     for architecture in (*ARCHITECTURES, *DENSE):
         registered = vllm.ModelRegistry.models.get(architecture)
         module = getattr(registered, "module_name", __name__)
-        if not module.startswith(__name__):
+        if not module.startswith((__name__, TRANSFORMERS)):
             stock[architecture] = module, registered.class_name
             vllm.ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")
 

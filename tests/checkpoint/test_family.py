@@ -53,7 +53,8 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
     for layer, dimensions in enumerate(model.layer_dimensions):
         own = stock.per_layer_config[layer] if hasattr(stock, "per_layer_config") else stock
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
-        assert dimensions == ModelDimensions(stock.num_hidden_layers, heads, own.num_key_value_heads, head_dim)
+        kv_heads = own.num_key_value_heads or heads
+        assert dimensions == ModelDimensions(stock.num_hidden_layers, heads, kv_heads, head_dim)
         assert dimensions == (model.dimensions if windows[layer] is None else model.sliding_dimensions)
     assert model.hidden == stock.hidden_size
     assert model.windows == reference_windows(model_type, {})

@@ -29,6 +29,7 @@ SMALL = {
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM = {"attention_bias": True, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+DEEPSEEK = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
 INTERLEAVED = ["sliding_attention", "full_attention"] * 2
 HYBRID = {
@@ -103,6 +104,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 1,
     },
+    "gemma": {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True},
+    "cohere": {"model_type": "cohere", "use_qk_norm": True, "tie_word_embeddings": True},
+    "nemotron": {"model_type": "nemotron", "head_dim": 16},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
+    "dots1": {"model_type": "dots1", "head_dim": 16, "n_routed_experts": 4, **DEEPSEEK, **GLM, **MOE},
+    "solar_open": {"model_type": "solar_open", "head_dim": 16, "n_routed_experts": 4, **DEEPSEEK, **MOE},
+    "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    "hunyuan_moe": {"model_type": "hunyuan_v1_moe", "head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "ernie4_5_moe": {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "granitemoe": {"model_type": "granitemoe", "attention_multiplier": 0.3, **GRANITE, **MIXTRAL},
+    "phimoe": {"model_type": "phimoe", "attention_bias": True, "lm_head_bias": True, **MIXTRAL},
     "minimax_m2": {"model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8, **MIXTRAL},
     "qwen3_next": {
         "model_type": "qwen3_next",
