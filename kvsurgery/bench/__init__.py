@@ -1,1 +1,1 @@
-"""Benchmark: what a converted checkpoint takes of time and memory, beside the original, on the user's own machine."""
+"""Benchmark: time and memory of a converted checkpoint compared with the original, on the user's machine."""

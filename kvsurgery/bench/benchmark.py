@@ -1,4 +1,4 @@
-"""A benchmark of a folder: its default workload, and checks before it starts."""
+"""Run a benchmark of a converted checkpoint: checks, default workload, measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvsurgery.evaluate.records import versions
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.system.processes import started_processes, usable_device
 
-# on a CPU what a small model does in a minute or two; prompts are as long as the context has room for
+# on a CPU, sizes that a small model measures in a minute or two; prompts must fit into the context
 DEFAULT_LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536)}
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 
@@ -38,21 +38,21 @@ def benchmark(
     progress: Progress = silent,
     trust_remote_code: bool = False,
 ) -> Bench:
-    """Measure a converted checkpoint beside the original; processes that a launcher started share both.
+    """Measure a converted checkpoint and the original; processes that a launcher started share both models.
 
     Args:
         folder: the converted checkpoint; its code is executed.
-        source: the original's folder; by default the stock class over the converted one's weights.
-        workload: what is measured; by default `default_workload`.
-        device: default is CUDA where there is one.
-        dtype: of the weights and caches; "auto" is the checkpoint's.
-        command: the command that was typed, for the results.
-        progress: as `measure` calls it, and before, while models are loaded.
-        trust_remote_code: run code that the config names, apart from that of the conversion.
+        source: the original's folder; by default, the stock class with the converted model's weights.
+        workload: lengths, batches and rounds; by default `default_workload`.
+        device: by default CUDA if available.
+        dtype: of weights and caches; "auto" is the checkpoint's.
+        command: the command as typed, for the results.
+        progress: called as in `measure`, and while models are loaded.
+        trust_remote_code: run code that the config names, in addition to the emitted code.
 
     Raises:
-        CheckpointError: `folder` was not converted, or not for this many processes, or a model cannot be loaded.
-        KVSurgeryError: a device that is not there, weights that do not fit, or prompts beyond the context.
+        CheckpointError: `folder` was not converted, or not for this number of processes, or a model cannot be loaded.
+        KVSurgeryError: the device is missing, weights do not fit, or prompts exceed the context.
     """
     facts, surgery = _inspect_converted(folder)
     device_name = usable_device(device)
@@ -99,7 +99,7 @@ def benchmark(
 def default_workload(
     folder: Path, device: str | None = None, new: int = Workload.new, trust_remote_code: bool = False
 ) -> Workload:
-    """Prompts and chunks that suit the device and a converted checkpoint's context, with room for `new` tokens.
+    """The default prompts and chunks for a device and a converted checkpoint's context, with room for `new` tokens.
 
     Raises:
         CheckpointError: `folder` was not converted.
@@ -112,7 +112,7 @@ def default_workload(
 
 
 def default_lengths(device: str, room: int, budget: int | None) -> tuple[int, ...]:
-    """Lengths of prompts that fit into the room, and with a recompute budget also twice and four times that budget."""
+    """Prompt lengths that fit; with a recompute budget, also two and four times this budget."""
     fitting_lengths = {min(length, room) for length in DEFAULT_LENGTHS[device]}
     return tuple(sorted(fitting_lengths | {times * budget for times in (2, 4) if budget}))
 

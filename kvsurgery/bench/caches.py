@@ -1,4 +1,4 @@
-"""The caches of transformers that a converted model's is compared with, and the bytes that any cache holds."""
+"""The caches of transformers for comparison, and the bytes that a cache holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import QuantizedCache
 
-WIDTHS = {"quanto": (4, 2), "hqq": (8, 4, 2)}  # bits that the backends of QuantizedCache have
+WIDTHS = {"quanto": (4, 2), "hqq": (8, 4, 2)}  # bits that each backend of QuantizedCache supports
 STEP = 64  # tokens; backends that scale keys per channel need prompts of a multiple of these
 
 
 def stored_bytes(thing: Any) -> int:
-    """Bytes of all tensors in nested containers; a tensor that wraps others counts as what it is made of."""
+    """Bytes of all tensors in nested containers; a tensor that wraps others counts as the tensors inside."""
     if hasattr(thing, "__tensor_flatten__"):
         return sum(stored_bytes(getattr(thing, name)) for name in thing.__tensor_flatten__()[0])
     if isinstance(thing, torch.Tensor):
@@ -31,7 +31,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def unusable(make: Callable[[], QuantizedCache]) -> str:
-    """Why a kind of cache does not run here, in one sentence; empty if it does."""
+    """The reason why a kind of cache does not run here, in one sentence; empty if it runs."""
     states = torch.ones(1, 1, STEP, STEP)
     try:
         cache = make()

@@ -1,4 +1,4 @@
-"""The contenders: the converted model, and the original with each cache that transformers has for it."""
+"""The contenders of a benchmark: the converted model, and the original with each cache of transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Contender:
     Attributes:
         name: in the results.
         model: in evaluation mode.
-        make: an empty cache for a prompt of this many tokens, with room for the new ones.
+        make: makes an empty cache for a number of prompt tokens, with room for the new tokens.
         layout: `KVLayout` of the model's heads, as the converted model keeps them.
         reform: `Reform`, if the model gathers tokens of long prompts.
         shared: whether processes share the model.
@@ -61,7 +61,7 @@ class Contender:
         return self.layout.kv_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
 
     def unreadable_reason(self, batch: int, tokens: int, new: int) -> str | None:
-        """Why such prompts cannot be read here; None if they can. Bytes of quantized caches are not predicted."""
+        """The reason why prompts of this size cannot be read here; None if they can."""
         if self.shared and not self.reads_at_once(tokens):
             return GATHERED_ALONE
         positions = self.model.config.get_text_config().max_position_embeddings
@@ -84,20 +84,20 @@ def load_models(
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The converted model and the original, both on a device and in one dtype, by default the stored one.
 
-    The original runs with SDPA, eager where it has soft caps. Without a source, it is the stock class over the
-    converted model's own parameters, which take memory once: the folder is the original's checkpoint but for the order
-    of heads. With one, or where processes share each of them, both lie in memory.
+    The original runs with SDPA, or with eager attention if it has soft caps. Without a source, it is the stock class
+    with the converted model's parameters, which then take memory only once: apart from the order of heads, the folder
+    is the original checkpoint. With a source, or if processes share the models, both models are in memory.
 
     Raises:
-        CheckpointError: one of them cannot be loaded, or they are not of one shape.
-        KVSurgeryError: their weights do not fit.
+        CheckpointError: a model cannot be loaded, or their shapes differ.
+        KVSurgeryError: their weights do not fit into memory.
     """
     config, is_distributed = read_config(folder), processes.world > 1
     weights = [_stored_bytes(folder)]
     if source is not None:
         shapes = [Model.of(model_config).dimensions for model_config in (_stock_config(config), read_config(source))]
         if shapes[0] != shapes[1]:
-            raise CheckpointError(f"{source} is not what {folder} was made of: {shapes[1]}, not {shapes[0]}")
+            raise CheckpointError(f"{source} is not the original of {folder}: {shapes[1]}, not {shapes[0]}")
         weights.append(_stored_bytes(source))
     elif is_distributed:
         weights *= 2
@@ -114,7 +114,7 @@ def load_models(
             f"weights take {console.size(needed_bytes)}, {console.size(available_bytes)} are free on "
             f"{device.type}{hint}"
         )
-    with processes.first():  # the code is copied by one
+    with processes.first():  # one process copies the code
         copy_code(folder)
     converted = load(folder, device=str(device), dtype=dtype, tp=processes.world)
     if source is None and not is_distributed:
@@ -123,7 +123,7 @@ def load_models(
 
 
 def _stored_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint's weights, which may be links to another disk."""
+    """Bytes of a checkpoint's weight files, which may be links to another disk."""
     return sum(shard.size for shard in read_weights(folder)[0])
 
 
@@ -132,7 +132,7 @@ def _stock_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared_stock_model(converted: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """The stock model of a config over the parameters and buffers of a converted one."""
+    """The stock model of a config, with the parameters and buffers of a converted model."""
     stock_class = next(
         base
         for base in type(converted).__mro__
@@ -153,12 +153,12 @@ def shared_stock_model(converted: PreTrainedModel, config: Any) -> PreTrainedMod
 def contenders(
     converted: PreTrainedModel, original: PreTrainedModel, part: tuple[int, int] = (0, 1)
 ) -> Iterator[Contender]:
-    """The converted model, the original with its DynamicCache, and with every backend of QuantizedCache.
+    """The converted model, the original with its DynamicCache, and the original with each QuantizedCache backend.
 
-    The latter have as many bits as the converted model's cache, where they can and it is quantized, else 4.
+    These backends use the bits of the converted model's cache if it is quantized and they support them, else 4.
 
     Args:
-        part: which of the parts of all heads the models have here, and how many there are.
+        part: the index of the part of the heads that this process has, and the number of parts.
     """
     for model in (converted, original):
         model.generation_config = GenerationConfig(pad_token_id=0)  # greedy, without an end token
@@ -182,7 +182,7 @@ def contenders(
 
 
 def usable_contenders(candidates: Iterator[Contender]) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders that run here, and why the others do not."""
+    """The contenders that run here, and the reasons why the others do not."""
     runnable_contenders, left_out = [], {}
     for contender in candidates:
         is_required = contender.name in (CONVERTED, ORIGINAL)
@@ -197,8 +197,8 @@ def usable_contenders(candidates: Iterator[Contender]) -> tuple[list[Contender],
 def step_weights(model: PreTrainedModel, batch: int) -> int:
     """Bytes of weights that a decode step reads.
 
-    All weights of the text model and the output layer count, except for an input embedding that is not the output layer
-    too. Of the experts count as many as the tokens of a batch can choose.
+    All weights of the text model and the output layer count, except for an input embedding that is not tied to the
+    output layer. The number of experts that count is the largest that the tokens of a batch can choose.
     """
     decoder = model.get_decoder()
     share = expert_share(model.config, batch)

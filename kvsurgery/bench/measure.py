@@ -1,4 +1,4 @@
-"""Measuring: the contenders take turns to read the same prompts and continue them."""
+"""Measure the contenders: they take turns to read the same prompts and to decode."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def measure(
     progress: Progress,
     processes: Processes = Processes(),
 ) -> tuple[Row, ...]:
-    """Rows of all contenders at every batch and length. Several processes: times of the first, memory of the fullest.
+    """Measure all contenders at every batch and length: times of the first process, largest memory of all processes.
 
     Contenders take turns within a round, and each round begins with another one, so that other load on the machine
     affects all alike. A turn holds one cache at a time.
 
     Args:
-        bandwidth: bytes a second that the device reads.
+        bandwidth: read bandwidth of the device in bytes per second.
         progress: called with the turns done, their total and a note.
-        processes: share the models and measure at the same time.
+        processes: the processes that share the models and measure together.
 
     Raises:
-        KVSurgeryError: one of several processes is out of memory, where the others wait for it.
+        KVSurgeryError: one of several processes is out of memory, so that the others would wait for it forever.
     """
     rows: list[Row] = []
     done, total = 0, len(work.cells) * (1 + work.rounds) * len(contenders)
@@ -67,7 +67,7 @@ def prompts(model: Any, batch: int, tokens: int, seed: int) -> torch.Tensor:
 
 
 def fullest(rows: list[Row]) -> Row:
-    """The row of the first process, with the memory of the one that holds most."""
+    """The row of the first process, with the largest memory of all processes."""
     first_row = rows[0]
     if first_row.skipped:
         return first_row
@@ -83,7 +83,7 @@ def fullest(rows: list[Row]) -> Row:
 
 
 class Turns:
-    """What one contender does with the prompts `ids` [batch, tokens], again and again."""
+    """The repeated measurements of one contender on the prompts `ids` [batch, tokens]."""
 
     def __init__(self, contender: Contender, ids: torch.Tensor, work: Workload, processes: Processes):
         self.contender, self.ids, self.work, self.processes = contender, ids, work, processes
@@ -96,7 +96,7 @@ class Turns:
 
     @torch.no_grad()
     def take(self, warm: bool) -> None:
-        """Do all of it once: for the memory, or warm, for the time. What makes it fail is kept as `skipped`."""
+        """Run all phases once, to measure the memory or, after a warm-up, the time. A failure is kept as `skipped`."""
         if self.skipped:
             return
         try:
@@ -169,7 +169,7 @@ class Turns:
     def _generate(self, new: int) -> Any:
         """The cache after `generate` made this many tokens."""
         options = {"max_new_tokens": new, "return_dict_in_generate": True, "attention_mask": torch.ones_like(self.ids)}
-        if self.contender.name != CONVERTED:  # which makes its own
+        if self.contender.name != CONVERTED:  # the converted model makes its own cache
             options[CACHE] = self.contender.make(self.tokens, new)
         model = self.contender.model
         return model.generate(self.ids, **options)[CACHE]  # ty: ignore[not-callable]  # it is GenerationMixin's
@@ -192,7 +192,7 @@ class Turns:
         )
 
     def _step_bytes(self) -> float:
-        """The least that a decode step reads, in the middle of the steps: weights, and all keys and values.
+        """The minimum bytes that a decode step reads, halfway through the steps: weights, and all keys and values.
 
         For a converted model these are the bytes that its cache allocates for this many tokens, for others the mean of
         the bytes before and after.

@@ -1,4 +1,4 @@
-"""The peak memory of tensors, and the memory that is free."""
+"""Peak memory of tensors, and free memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CGROUP_FILES = (
 
 
 class LiveBytes(TorchDispatchMode):
-    """The peak of bytes in tensors that are created inside."""
+    """The peak number of bytes in tensors that are created inside a block."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def take(self) -> int:
-        """The peak since the last call; the next one begins with what is held."""
+        """The peak since the last call; the next peak starts from the bytes held now."""
         self._forget()
         peak, self.peak = self.peak, self._live_bytes()
         return peak
@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class CudaBytes:
-    """The bytes that a block takes on a CUDA device, by its allocator, beyond the bytes on entry."""
+    """The peak number of bytes that a block allocates on a CUDA device beyond the bytes on entry."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -76,14 +76,14 @@ class CudaBytes:
         pass
 
     def take(self) -> int:
-        """The peak since the last call; the next one begins with what is held."""
+        """The peak since the last call; the next peak starts from the bytes held now."""
         peak = torch.cuda.max_memory_allocated(self.device) - self.bytes_before
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
 
 def peak_of(device: torch.device) -> LiveBytes | CudaBytes:
-    """A context that finds the peak of the work inside."""
+    """A context manager that measures the memory peak of the work inside."""
     return CudaBytes(device) if device.type == "cuda" else LiveBytes()
 
 

@@ -1,4 +1,4 @@
-"""`Bench`: what a benchmark measured, as a file that the report and other programs read."""
+"""`Bench`: the results of a benchmark, with the file that the report and other programs read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one contender, at one length and batch.
+    """The measurements of one contender at one length and batch size.
 
     Attributes:
         contender: its name in `Bench.contenders`.
@@ -44,11 +44,12 @@ class Row:
         prefill: the prompt, in one forward into an empty cache.
         chunked: the same in chunks of `settings["chunk"]` tokens; None where the prompt is no longer than one.
         first_token: `generate` with one new token.
-        decode: one step; None, as `prefill`, for prompts that REFORM gathers tokens from, which only `generate` reads.
+        decode: one step. Like `prefill`, it is None for prompts beyond REFORM's recompute budget, which only
+            `generate` reads.
         kv_bytes: bytes that the cache has allocated for prompt and new tokens.
         predicted: the same, computed from the config; None unless the model is the converted one.
         floor: seconds to read weights, keys and values once at `Bench.bandwidth`.
-        skipped: why it was not measured, if it was not.
+        skipped: the reason why it was not measured, if it was not.
     """
 
     contender: str
@@ -65,7 +66,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """The floor as a share of a decode step; 1 is as fast as memory."""
+        """The floor as a share of a decode step; 1 means that the step is as fast as reading the memory."""
         return self.floor / self.decode.seconds if self.decode and self.floor else None
 
 
@@ -114,7 +115,7 @@ class Bench:
         """Read `bench.json`.
 
         Raises:
-            KVSurgeryError: it is missing, or not what `save` writes.
+            KVSurgeryError: the file is missing, or was not written by `save`.
         """
         with document(folder / FILE, (FORMAT, VERSION), "kvsurgery bench") as content:
             rows = tuple(_row(fields) for fields in content.pop("rows"))

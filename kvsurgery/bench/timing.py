@@ -1,4 +1,4 @@
-"""Time on a device, and how fast it reads."""
+"""Time measurement on a device, and its read bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPEATS = 20
 
 
 class Stopwatch:
-    """Marks in the course of some work.
+    """A stopwatch that marks points in the course of some work.
 
     On CUDA these are events in the stream. Only `spans` waits for the device, so Python runs ahead of it as usual.
     """
@@ -23,7 +23,7 @@ class Stopwatch:
         self.device = device
         self.marks: list = []
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # what came before is not counted
+            torch.cuda.synchronize(device)  # earlier work is not counted
         self.mark()
 
     def mark(self) -> None:
@@ -50,7 +50,7 @@ def quartiles(seconds: list[float]) -> tuple[float, float, float]:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a sum over a large tensor reads: the median of `REPEATS`."""
+    """The read bandwidth in bytes per second of a sum over a large tensor: the median of `REPEATS` runs."""
     states = torch.ones(READ[device.type] // 4, device=device)
     states.sum()
     watch = Stopwatch(device)

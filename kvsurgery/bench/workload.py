@@ -1,4 +1,4 @@
-"""What every contender of a benchmark does."""
+"""`Workload`: the prompts and rounds of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ WARM = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender does.
+    """The work that every contender of a benchmark does.
 
     Attributes:
         lengths: tokens of prompts.
-        batches: numbers of prompts that are read together.
+        batches: batch sizes.
         new: decode steps after a prompt, the first `WARM` of which do not count; with 12 and more, a CUDA graph is
             captured.
         chunk: tokens of a chunk, where a prompt is also read in chunks.
-        rounds: how often everything is timed, after a round that warms up and measures the memory.
+        rounds: number of timed rounds, after a round that warms up and measures the memory.
         seed: of the prompts' random tokens.
 
     Raises:

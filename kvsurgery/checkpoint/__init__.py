@@ -1,1 +1,1 @@
-"""Checkpoints on disk: strict safetensors headers, and the folder they lie in."""
+"""Checkpoints on disk: safetensors headers, model families, side files, provenance and journal."""

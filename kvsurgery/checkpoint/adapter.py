@@ -1,4 +1,4 @@
-"""LoRA adapters, as peft saves them: their files, and which of their tensors have heads along an axis."""
+"""LoRA adapters as saved by peft: their files, and the roles of their tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def open_adapter(folder: Path, base_config: Mapping[str, Any]) -> Checkpoint:
 
     Raises:
         CheckpointError: a file is missing or malformed, or the adapter is already converted.
-        UnsupportedModel: it is no LoRA adapter, or one with settings that the order of heads does not allow.
+        UnsupportedModel: it is not a LoRA adapter, or its settings do not allow reordering heads.
     """
     settings = read_adapter_config(folder)
     if (folder / PROVENANCE).exists():
@@ -65,7 +65,7 @@ def open_adapter(folder: Path, base_config: Mapping[str, Any]) -> Checkpoint:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of an adapter.
+    """Read adapter_config.json of an adapter.
 
     Raises:
         CheckpointError: no such folder, no such file in it, or not a JSON object.
@@ -78,10 +78,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def adapter_role(model: Model, tensor: Tensor) -> Role:
-    """The role of an adapter's tensor: that of the axes that it shares with the weight of its module.
+    """The role of an adapter's tensor, from the axes that it shares with the weight of its module.
 
     Raises:
-        UnsupportedModel: it is in attention, and what it is there is not known.
+        UnsupportedModel: the tensor belongs to attention, and its role is not known.
     """
     family = model.family
     name = tensor.name.removeprefix(PREFIX).replace(".base_layer.", ".")
@@ -105,7 +105,7 @@ def adapter_role(model: Model, tensor: Tensor) -> Role:
 
 
 def _check_base(folder: Path, base: Any) -> None:
-    """Raise CheckpointError where an adapter was trained on a converted checkpoint, as far as this machine knows it."""
+    """Raise CheckpointError if an adapter was trained on a converted checkpoint that is on this machine."""
     if not isinstance(base, str) or not os.path.isfile(config := Path(base) / CONFIG):
         return
     section = read_json(config)[0].get("kv_surgery")

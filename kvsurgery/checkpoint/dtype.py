@@ -1,4 +1,4 @@
-"""In which dtype a model is loaded, and measured: a CPU without instructions for 16-bit weights is slow."""
+"""The dtype in which a model is loaded or measured; a CPU without instructions for 16-bit weights is slow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = ("dtype", "torch_dtype")  # of config.json, as transformers 5 and 4 write
 
 
 def slow_on_cpu(dtype: str | None) -> bool:
-    """Whether this CPU has no instructions for a 16-bit dtype. Where that cannot be found out, it has none."""
+    """Whether this CPU lacks instructions for a 16-bit dtype; True if that cannot be determined."""
     return dtype in INSTRUCTIONS and not INSTRUCTIONS[dtype] & cpu_features()
 
 
@@ -41,18 +41,16 @@ def cpu_features() -> frozenset[str]:
 
 
 def config_dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype that a config.json names, such as "bfloat16", None if it names none.
-
-    It is named for all of the model or for its text model."""
+    """The dtype in a config.json, such as "bfloat16", for the whole model or its text model; None if there is none."""
     values = (section.get(key) for section in (config, text_config(config)) for key in KEYS)
     names = (name.removeprefix("torch.") for name in values if isinstance(name, str) and name)
     return next((ALIASES.get(name, name) for name in names), None)
 
 
 def loading_dtype(config: Mapping[str, Any], shards: Sequence[Shard]) -> str:
-    """The dtype that `dtype="auto"` loads a checkpoint in: that of config.json, or else of the first weight by name.
+    """The dtype that `dtype="auto"` uses for a checkpoint: that of config.json, else that of the first weight by name.
 
-    Of a text model inside another one, transformers 5 reads the config around it, and so does this.
+    For a text model inside another model, the outer config counts, as in transformers 5.
 
     Raises:
         UnsupportedModel: transformers cannot load this dtype.
@@ -70,9 +68,9 @@ def loading_dtype(config: Mapping[str, Any], shards: Sequence[Shard]) -> str:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The dtype that `dtype="auto"` loads a checkpoint in, such as "bfloat16".
+    """The dtype that `dtype="auto"` uses for a checkpoint, such as "bfloat16".
 
-    It is None where only the weights could say it and they are not there.
+    It is None if config.json does not name a dtype and the weights are not there.
 
     Raises:
         CheckpointError: there is no config.json.

@@ -1,4 +1,4 @@
-"""How many experts a token goes through, from a model's config."""
+"""The share of a layer's experts that tokens use, from a model's config."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
 
 
 def expert_share(config: Any, tokens: int = 1) -> float:
-    """The share of a layer's experts that some tokens go through at most; 1 where a config does not say.
+    """The largest share of a layer's experts that a number of tokens can use; 1 if the config does not say.
 
     Args:
-        config: of transformers, or the dict of a config.json.
-        tokens: that choose their experts together.
+        config: a transformers config, or the dict of a config.json.
+        tokens: number of tokens that choose experts together.
     """
     text = text_config(config)
     experts = next((count for name in EXPERTS if type(count := setting(text, name)) is int), 0)

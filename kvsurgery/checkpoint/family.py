@@ -1,17 +1,17 @@
 """`Family`: one model family, read from its file in `patches/`.
 
-A patch says what the family's config assumes for keys left out, which layers have a sliding window of their own, which
-config traits surgery does not cover, and the role of every tensor. `permute` names sets of tensors with heads, which
-`shared/permutations.toml` lists with their shapes, spelt with the letters of the heads along them: `["q", "hidden"]`
-has the query heads as rows, `["hidden", "q"]` as columns, and `["qkv", "hidden"]` all heads one after the other;
-`query_heads` is one number for each query head, and `gated_queries` each query head's rows and as many of its gate.
+A patch gives the defaults of config keys, the layers with a sliding window of their own, the config traits that surgery
+does not cover, and the role of every tensor. `permute` names sets of tensors with heads. `shared/permutations.toml`
+lists these sets with the shapes of their tensors, in letters for the heads along each axis: `["q", "hidden"]` has the
+query heads as rows, `["hidden", "q"]` as columns, and `["qkv", "hidden"]` all heads one after another. `query_heads` is
+one number for each query head, and `gated_queries` has the rows of each query head and as many rows of its gate.
 `*` in a name stands for a number, `**` for anything, and `a.{x,y}` for the two names `a.x` and `a.y`.
 
-Every tensor that a patch lists must be in a checkpoint, each layer has those of layers, and as many for a `*` as the
-config key in `[numbers]` says. Exceptions are `lm_head.weight` where embeddings are tied, names with `**`, those of
+Every tensor that a patch lists must be in a checkpoint. Each layer has the tensors of layers, and the config key in
+`[numbers]` gives the count for a `*`. Exceptions are `lm_head.weight` if embeddings are tied, names with `**`, those of
 `unread` in `[copy]`, and those of `permute_if_present`, unless `[when]` lists them: by config key, patterns of the
-tensors that a model has if the key's value is true. `[experts]` says which layers have experts, and which tensors only
-layers with and without them have. `[instead]` has what may be there in place of a tensor.
+tensors that a model has if the key's value is true. `[experts]` gives the layers with experts, and the tensors that
+only layers with experts, or only layers without them, have. `[instead]` lists tensors that may replace another one.
 
 In `[windows]`, `kind` is what `layer_types` calls layers without full attention, `size` the key of their window, and
 `layers` that of a list with a number for each layer, 0 where it has full attention. `[full_attention]` has the config
@@ -22,9 +22,9 @@ whether layer types have RoPE of their own, and whether `rope_parameters` is the
 config key counts the last layers that share the KV cache of earlier ones, `[modeling]` is what the emitted code says
 of the family.
 
-The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
-its tensors lie; all that concerns heads is then that family's, and read from `text_config`. `[beside]` says which files
-in `modules/` list the tensors of its towers and projectors.
+In the patch of a model that reads images, `[text]` gives the possible families of its text model, and the prefixes of
+its tensors; everything about heads then comes from this family, and is read from `text_config`. `[beside]` names the
+files in `modules/` that list the tensors of its towers and projectors.
 """
 
 from __future__ import annotations
@@ -70,27 +70,27 @@ class Family:
     Attributes:
         name: the `model_type` of its config.
         classes: the model class of each auto class, the one with an output layer last.
-        modeling: what the emitted code says of it.
-        refusals: by config key, why surgery does not cover it.
-        defaults: of its config class, for keys that a config leaves out.
-        window: the table `[windows]` of its file, which says what layers without full attention have.
-        full_attention: the table `[full_attention]`, None where all layers have heads of one number and size.
-        sharing: the config key that counts the layers without a KV cache of their own.
-        permute: shapes of tensors with heads; those of `optional` only some checkpoints have.
+        modeling: facts about the family for the emitted code.
+        refusals: by config key, the reason why surgery does not cover it.
+        defaults: the config class's defaults for keys that a config leaves out.
+        window: the table `[windows]` of its file, about layers without full attention.
+        full_attention: the table `[full_attention]`; None if all layers have the same number and size of heads.
+        sharing: the config key for the number of layers without a KV cache of their own.
+        permute: shapes of tensors with heads; only some checkpoints have those of `optional`.
         copied: tensors that are copied.
-        when: by config key, patterns of the tensors that a model has only if its value is true.
-        experts: which layers have experts, None where that does not decide which tensors they have.
-        instead: by tensor, those that a checkpoint may have in its place, `*` for each expert.
-        numbers: by the beginning of a name with `*`, the config key of their number.
-        prefixes: these may come before the names, the longest first.
-        text: the families that its text model may be of, where it has one inside.
-        outer_defaults: as `defaults`, of the config around that of the text model.
+        when: by config key, patterns of the tensors that a model has only if the key's value is true.
+        experts: the layers with experts; None if that does not decide which tensors a layer has.
+        instead: by tensor, the tensors that may replace it in a checkpoint, with `*` for each expert.
+        numbers: by the beginning of a name with `*`, the config key of the count.
+        prefixes: prefixes that may come before the names, the longest first.
+        text: the possible families of its text model, if it has one inside.
+        outer_defaults: as `defaults`, for the config around that of the text model.
         beside: by prefix, the towers and projectors beside the text model.
         replicated: whether every process of tensor parallelism has all heads.
-        no_reform: why REFORM cannot read long prompts, where it cannot.
-        no_measure: why heads cannot be measured, where they cannot.
-        rope_by_type: whether scaled RoPE is not that of sliding layers.
-        rope_parameters_only: whether no transformers 4 reads it.
+        no_reform: the reason why REFORM cannot read long prompts, if it cannot.
+        no_measure: the reason why heads cannot be measured, if they cannot.
+        rope_by_type: whether sliding layers do not use the scaled RoPE.
+        rope_parameters_only: whether no version of transformers 4 reads it.
     """
 
     name: str
@@ -151,13 +151,13 @@ class Family:
         raise UnsupportedModel(f"tensor {tensor!r} is not known in family {self.name}; conversion would be a guess")
 
     def place(self, tensor: str) -> tuple[int | None, str]:
-        """The layer of a tensor, None outside the layers, and its name there, whether the family has it or not."""
+        """The layer of a tensor (None outside the layers) and its name there, even if the family does not have it."""
         name = next((tensor.removeprefix(prefix) for prefix in self.prefixes if tensor.startswith(prefix)), tensor)
         match = LAYER.fullmatch(name)
         return (int(match[1]), match[2]) if match else (None, name)
 
     def refuse(self, config: Mapping[str, Any]) -> None:
-        """Raise UnsupportedModel where a config has a trait that surgery does not cover."""
+        """Raise UnsupportedModel if a config has a trait that surgery does not cover."""
         if not config.get("is_causal", True):
             raise UnsupportedModel(f"config.json has is_causal {config['is_causal']!r}: {_NOT_CAUSAL}")
         for key, reason in self.refusals.items():
@@ -168,7 +168,7 @@ class Family:
                 raise UnsupportedModel(f"config.json has {key}: {reason}")
 
     def with_text(self, config: Mapping[str, Any]) -> Family:
-        """This family with all that is known of the heads of its text model, which has this config."""
+        """This family with the facts about heads of its text model, which has this config."""
         name = config.get("model_type")
         if name not in self.text:
             raise UnsupportedModel(
@@ -239,7 +239,7 @@ def load_family(name: str) -> Family:
 
 @cache
 def load_module(name: str) -> Module | None:
-    """The tensors of a tower or a projector; None: they are not known."""
+    """Load the tensors of a tower or a projector; None if they are not known."""
     known = {path.stem: path for path in MODULES.glob("*.toml")}
     return _read(Module, known[name]) if name in known else None
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder, which may change while they are read, or be links to anywhere."""
+"""Checks for files of a checkpoint folder, which may change while they are read, or be links to other places."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FileState = tuple[int, int, int]
 
 @contextmanager
 def reading(path: Path) -> Generator[None]:
-    """Inside, a file of a checkpoint is read.
+    """Turn errors of reading a file of a checkpoint into CheckpointError.
 
     Raises:
-        CheckpointError: the system cannot read it.
+        CheckpointError: the system cannot read the file.
     """
     try:
         yield
@@ -37,20 +37,20 @@ def file_status(path: Path) -> os.stat_result:
 
 
 def file_state(status: os.stat_result) -> FileState:
-    """The state of a file: it differs when the file was written again, or another file has its name."""
+    """The state of a file, which changes if the file is written again or replaced."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def source_changed(path: Path) -> SourceChanged:
-    """The error for a file that is not in the state in which it was when the conversion was planned."""
+    """The error for a file that changed after the conversion was planned."""
     return SourceChanged(f"{path} changed while it was read; convert again when nothing else writes to its folder")
 
 
 def check_regular(path: Path) -> None:
-    """Check that a path, if something is there, is a regular file: reading another kind may never end.
+    """Check that a path, if it exists, is a regular file, because reading another kind may never end.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: it is not a regular file.
     """
     with reading(path):
         if path.exists() and not path.is_file():
@@ -58,10 +58,10 @@ def check_regular(path: Path) -> None:
 
 
 def check_link(folder: Path, name: str) -> None:
-    """Check that a file of a folder is not a link to somewhere else, whose content would become part of the output.
+    """Check that a file of a folder is not a link out of it, whose content would become part of the output.
 
-    Links may lead to files of the folder that are not hidden, and those of a snapshot in the Hub's cache to the blobs
-    of its repository.
+    Allowed are links to files of the folder that are not hidden and, in a snapshot of the Hub's cache, links to the
+    blobs of its repository.
 
     Raises:
         CheckpointError: the file, or a folder above it, is another link.

@@ -1,4 +1,4 @@
-"""Knowing a model's weights again, wherever they lie and however they are sharded, without reading them all."""
+"""Fingerprints that identify a model's weights in any folder and with any sharding, without reading all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stored_first_bytes(read: Read, tensor: Tensor) -> bytes:
 def fingerprint(shards: Iterable[Shard], first_bytes: FirstBytes = stored_first_bytes) -> str:
     """A hash of the name, dtype, shape and first bytes of every tensor, in hexadecimal.
 
-    Copies of a model have the same one, also in other shards. A fine-tuned model has another one.
+    Copies of a model have the same fingerprint, also with other shards. A fine-tuned model has another one.
 
     Raises:
         CheckpointError: a shard cannot be read.

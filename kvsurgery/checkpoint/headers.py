@@ -1,7 +1,7 @@
-"""Safetensors files, headers read strictly: every byte belongs to exactly one tensor, or the file is refused.
+"""Safetensors headers, read strictly: every byte belongs to exactly one tensor, or the file is refused.
 
-The format: 8 bytes little-endian header size, a JSON object, the tensors' bytes. The raw header is kept, since writing
-it back is what makes a rewritten shard byte-identical.
+The format: 8 bytes little-endian header size, a JSON object, the tensors' bytes. The raw header is kept, so that a
+rewritten shard can be byte-identical.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ class Tensor:
 class Shard:
     """One safetensors file: its raw header (with the 8 bytes of its size) and its tensors in file order.
 
-    `opened` is the state in which the file was when its header was read.
-    `read_at_once` is how many bytes of neighboring tensors are best read in one go, and `slow` says that no finished
-    tensor should be read twice.
+    `opened` is the state of the file when its header was read. `read_at_once` is the best number of bytes of
+    neighboring tensors to read at once, and `slow` means that no finished tensor should be read twice.
     """
 
     name: str
@@ -94,11 +93,11 @@ class Shard:
 
     @property
     def state(self) -> tuple[int | str | None, ...]:
-        """What differs when the file's bytes were written again, or another file has its name."""
+        """The state of the file, which changes if it is written again or replaced."""
         return self.opened
 
     def check_unchanged(self) -> None:
-        """Check that the file can be read, and is the one whose header was read.
+        """Check that the file can be read, and has not changed since its header was read.
 
         Raises:
             SourceChanged: it was written again, or replaced.
@@ -119,7 +118,7 @@ class Shard:
         return file_status(self.path).st_ctime_ns > moment
 
     def stop(self) -> None:
-        """Let go of whatever bytes are waited for; the run has failed."""
+        """Cancel pending reads, because the run has failed."""
 
     @contextmanager
     def open(self, start: int, end: int) -> Generator[Read]:
@@ -151,7 +150,7 @@ def header_hashes(shards: Iterable[Shard]) -> dict[str, str]:
 
 
 def changed_headers(shards: Iterable[Shard], recorded_hashes: Mapping[str, str]) -> list[str]:
-    """Names of the shards whose header does not have its recorded hash, of missing and of unrecorded ones; sorted."""
+    """The sorted names of shards with a header that differs from its hash, and of missing and unrecorded shards."""
     hashes = header_hashes(shards)
     return [
         name for name in sorted(hashes.keys() | recorded_hashes.keys()) if hashes.get(name) != recorded_hashes.get(name)
@@ -159,7 +158,7 @@ def changed_headers(shards: Iterable[Shard], recorded_hashes: Mapping[str, str])
 
 
 def read_shard(path: Path) -> Shard:
-    """Read and check one file's header.
+    """Read and check the header of a safetensors file.
 
     Raises:
         CheckpointError: the file is unreadable or breaks the format in any way.
@@ -216,7 +215,7 @@ def _sizes(value: Any) -> bool:
 
 
 def _check_extents(path: Path, tensors: tuple[Tensor, ...], base: int, size: int) -> None:
-    """No overlap, no hole, no byte before the first tensor or after the last."""
+    """Check for overlaps, holes, and bytes before the first tensor or after the last."""
     end = base
     for tensor in tensors:
         if tensor.start != end:
@@ -229,7 +228,7 @@ def _check_extents(path: Path, tensors: tuple[Tensor, ...], base: int, size: int
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are all different."""
+    """Make a dict of a JSON object, and refuse duplicate keys."""
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:

@@ -1,8 +1,8 @@
-"""The journal of an unfinished output folder: its fingerprint, and the tensors that are finished.
+"""The journal of an unfinished output folder: its fingerprint, and the finished tensors.
 
-One JSON object a line. The first line appears whole or not at all; a line that a crash tore is dropped. Each other line
-adds tensors of one shard; a line without tensors says that the shard starts over. Each has a checksum: what stands
-before a line that was changed is not trusted, and is done again.
+Each line is a JSON object. The first line is written atomically; a line that a crash left incomplete is dropped. Each
+other line adds tensors of one shard; a line without tensors means that the shard starts over. Each line has a checksum:
+tensors before a changed line are not trusted, and are written again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ PART = ".part"
 
 
 def check_finished(folder: Path) -> None:
-    """Check that no unfinished conversion is in a folder.
+    """Check that a folder has no unfinished conversion.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: it has one.
     """
     if (folder / JOURNAL).exists():
         raise CheckpointError(f"{folder}: its conversion was interrupted; run the same command again to finish it")
 
 
 class Journal:
-    """Which tensors of an output folder's shards are finished, with their hashes."""
+    """The finished tensors of an output folder's shards, with their hashes."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.path = folder / JOURNAL
@@ -48,10 +48,10 @@ class Journal:
         """Start a journal, or continue the one with the same fingerprint.
 
         Args:
-            finished: what a new journal starts with: by shard, the hashes of the tensors that are there already.
+            finished: the content of a new journal: by shard, the hashes of the tensors that are already finished.
 
         Raises:
-            OutputError: another process fills the folder, or the fingerprint is another.
+            OutputError: another process writes to the folder, or the fingerprint differs.
         """
         path = folder / JOURNAL
         if not path.exists():
@@ -76,7 +76,7 @@ class Journal:
         return journal
 
     def record(self, shard: str, tensors: dict[str, str]) -> None:
-        """Record that tensors of a shard are on disk; without tensors, that none is."""
+        """Record that tensors of a shard are on disk; without tensors, record that the shard has none."""
         line = json.dumps(_entry(shard, tensors)) + "\n"
         with self._lock:
             with os.fdopen(os.dup(self._descriptor), "ab") as file:
@@ -96,7 +96,7 @@ class Journal:
 
 
 def recorded_fingerprint(folder: Path) -> dict[str, str] | None:
-    """What decides the output of the unfinished run in a folder; None without one, or where its journal is damaged."""
+    """The fingerprint of the unfinished run in a folder; None without such a run, or if its journal is damaged."""
     try:
         with open(folder / JOURNAL, "rb") as file:
             return _parse(file.readline()).get("fingerprint")
@@ -105,7 +105,7 @@ def recorded_fingerprint(folder: Path) -> dict[str, str] | None:
 
 
 def _entry(shard: object, tensors: object) -> dict[str, object]:
-    """What a line holds, with its checksum."""
+    """The text of a line, with its checksum."""
     entry = {"shard": shard, "tensors": tensors}
     return {**entry, "checksum": blake3(json.dumps(entry).encode()).hexdigest()}
 

@@ -1,4 +1,4 @@
-"""`Model`: the family and the config of a checkpoint, and what follows from the two."""
+"""`Model`: the family and the config of a checkpoint, and the facts that follow from both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIED = "tie_word_embeddings"
 
 @dataclass(frozen=True, eq=False)
 class Model(ModelAttention):
-    """A stock model: its attention, which tensors its checkpoint has, and how these are quantized, if they are."""
+    """A stock model: its attention, the tensors of its checkpoint, and their quantization, if any."""
 
     quantization: Quantization | None = None
 
@@ -70,7 +70,7 @@ class Model(ModelAttention):
         return self.quantization.plain_weight(tensor, self.hidden)
 
     def is_beyond(self, layer: int | None) -> bool:
-        """Whether a layer follows the model's last one and is copied: it predicts further tokens.
+        """Whether a layer lies beyond the model's last one (multi-token prediction); such a layer is copied.
 
         Raises:
             UnsupportedModel: the model has no such layer.
@@ -86,7 +86,7 @@ class Model(ModelAttention):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the stock class makes the output layer of the embedding where none is stored."""
+        """Whether the stock class uses the embedding as the output layer if none is stored."""
         tied = self._value(TIED)
         if not self.family.text:
             return bool(tied)
@@ -102,10 +102,10 @@ class Model(ModelAttention):
         return architecture != model or model == generator
 
     def missing(self, tensors: Iterable[str]) -> Iterator[str]:
-        """Names of the tensors that the stock class would initialize at random, given the names of all there.
+        """Names of missing tensors, which the stock class would initialize at random, given the names that exist.
 
         Raises:
-            UnsupportedModel: a tensor is unknown, or a number in the config is no sensible one.
+            UnsupportedModel: a tensor is unknown, or a number in the config is not plausible.
         """
         names = tensors if self.quantization is None else self.quantization.plain_names(self.family, tensors)
         roles = {name: self.family.role(name) for name in names}
@@ -135,7 +135,7 @@ class Model(ModelAttention):
                 yield start, section, place.get("module") or str(section.get("model_type", place["default"]))
 
     def _missing_text(self, parts: Collection[tuple[int | None, str]]) -> Iterator[str]:
-        """What `missing` names of the text model, without prefix; `parts` are layers and names of what is there."""
+        """Missing tensors of the text model, without prefix; `parts` are the layers and names of existing tensors."""
         family = self.family
         for layer in range(self._number("num_hidden_layers")):
             for part in (*family.permute, *family.optional, *family.copied.layer):
@@ -147,7 +147,7 @@ class Model(ModelAttention):
                 yield from self._absent(part, None, parts)
 
     def _absent(self, part: str, layer: int | None, parts: Collection[tuple[int | None, str]]) -> list[str]:
-        """What is missing of a tensor, or of those that may be there in its place."""
+        """The missing names of a tensor, or of the tensors that may replace it."""
         absent = [name for name in self._numbered(part) if (layer, name) not in parts]
         if not absent or part not in self.family.instead:
             return absent
@@ -157,7 +157,7 @@ class Model(ModelAttention):
         return absent_others if any((layer, name) in parts for name in alternatives) else absent
 
     def _numbered(self, pattern: str) -> list[str]:
-        """The names of a pattern with a number for `*`; none for `**`, since a pattern does not say how many."""
+        """The names of a pattern with numbers for `*`; none for `**`, because its number of names is unknown."""
         if "**" in pattern:
             return []
         if "*" not in pattern:
@@ -177,7 +177,7 @@ class Model(ModelAttention):
         return not (_matches(part, self.family.experts.dense) and self._has_experts(layer))
 
     def _applies(self, part: str) -> bool:
-        """Whether the config asks for a tensor that only some models have."""
+        """Whether the config requires a tensor that only some models have."""
         keys = [key for key, patterns in self.family.when.items() if _matches(part, patterns)]
         return all(self._value(key) for key in keys) if keys else part not in self.family.optional
 
@@ -201,13 +201,13 @@ class Model(ModelAttention):
         return value
 
     def _spelling(self, key: str) -> str:
-        """The key by which the config has what this one is; transformers 5 has one name for experts in all families."""
+        """The spelling of a key in the config; transformers 5 has one name for experts in all families."""
         others = EXPERTS if key in EXPERTS else ()
         return next((name for name in (key, *others) if name in self.text), key)
 
 
 def missing_beside(module: Module, config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
-    """Names of the tensors that a tower or a projector with this config would initialize at random."""
+    """Names of missing tensors of a tower or a projector with this config, which would be initialized at random."""
     settings = {**module.defaults, **config}
     required = [*module.model]
     if module.number:
@@ -222,7 +222,7 @@ def missing_beside(module: Module, config: Mapping[str, Any], names: Collection[
 
 
 def _unsupported(config: Mapping[str, Any]) -> str:
-    """Why there is no patch, after the name of a family; `config` is that of the text model."""
+    """The reason why a family has no patch, as text that follows its name; `config` is that of the text model."""
     if config.get("kv_lora_rank"):
         return "caches one latent for all heads (MLA), so no KV head can keep less than another"
     return f"is not supported; supported: {', '.join(supported())}"

@@ -22,13 +22,13 @@ MAX_WIDTH = 1 << 17
 
 @dataclass(frozen=True, eq=False)
 class ModelAttention:
-    """How a config describes attention: dimensions, windows, and layers that share a KV cache.
+    """The attention of a model from its config: dimensions, windows, and layers that share a KV cache.
 
-    Every property raises UnsupportedModel where the config makes no sense.
+    Every property raises UnsupportedModel if the config is not plausible.
 
     Attributes:
-        family: the model family, with what is known of the heads of its text model.
-        config: config.json, before a conversion.
+        family: the model family, with the facts about the heads of its text model.
+        config: config.json before the conversion.
     """
 
     family: Family
@@ -36,7 +36,7 @@ class ModelAttention:
 
     @cached_property
     def text(self) -> Mapping[str, Any]:
-        """The part of the config that is of the model with the KV cache."""
+        """The part of the config for the model with the KV cache."""
         return text_config(self.config)
 
     @cached_property
@@ -73,10 +73,10 @@ class ModelAttention:
         return tuple(range(0 if window == 0 else dimensions.kv_heads) for dimensions, window in pairs)
 
     def has_part(self, part: str, layer: int) -> bool:
-        """Whether a layer has a tensor that others of the model have.
+        """Whether a layer has a tensor that other layers of the model have.
 
-        Where keys are values, it has no `v_proj`; where it shares the KV cache of an earlier layer, neither that nor
-        anything else of keys. Linear attention has tensors of its own.
+        If keys are values, a layer has no `v_proj`. If it shares the KV cache of an earlier layer, it has neither
+        `v_proj` nor tensors of keys. Linear attention has tensors of its own.
         """
         if layer in self.sources and part.startswith(("self_attn.k_", "self_attn.v_")):
             return False
@@ -94,7 +94,7 @@ class ModelAttention:
 
     @cached_property
     def layers(self) -> ModelLayers:
-        """What attention each layer has, and where its KV cache is."""
+        """The attention of each layer, and the layers that share a KV cache."""
         chunked = self.family.has_chunked_layers
         return ModelLayers(self.dimensions, self.windows, chunked, self.sliding_dimensions, self.sources)
 
@@ -119,7 +119,7 @@ class ModelAttention:
     def sources(self) -> dict[int, int]:
         """The layers without a KV cache of their own, each with the layer whose keys and values its queries attend to.
 
-        That is the last layer with the same kind of attention that has a cache.
+        This is the last layer with a cache and the same kind of attention.
         """
         key = self.family.sharing
         if key is None:
@@ -137,8 +137,8 @@ class ModelAttention:
     def state_bytes(self, itemsize: int = 2) -> int:
         """Bytes of a sequence's states in all layers with linear attention.
 
-        A layer has the last inputs of its convolution, with elements of `itemsize` bytes, and for each value head a
-        float32 matrix, its recurrent state.
+        A layer stores the last inputs of its convolution, in elements of `itemsize` bytes, and for each value head a
+        float32 matrix, the recurrent state.
         """
         if not self.family.has_linear_layers:
             return 0
@@ -224,7 +224,7 @@ class ModelAttention:
 
     @property
     def _window_size(self) -> str:
-        """What a config calls the size of windows or chunks."""
+        """The config key of the size of windows or chunks."""
         return self.family.window.size if self.family.window else "sliding_window"
 
     def _value(self, key: str) -> Any:

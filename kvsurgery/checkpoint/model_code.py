@@ -1,4 +1,4 @@
-"""What `auto_map` in config.json says of a model: code of its own, or that of a conversion."""
+"""Modeling code that `auto_map` in config.json names: the model's own, or that of a conversion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMITTED = "modeling_kvsurgery_"  # how the names of emitted modeling files begin
 
 
 def model_references(config: Mapping[str, Any]) -> dict[str, str]:
-    """Code of a model or its config, by auto class; that of a tokenizer or a processor is left out."""
+    """The code references of a model and its config, by auto class, without those of a tokenizer or a processor."""
     auto_map = config.get("auto_map")
     if not isinstance(auto_map, Mapping):
         return {}
@@ -24,7 +24,7 @@ def model_references(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def saved_again(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """What a folder is that was converted, and then saved by something that lost its provenance; None: it was not."""
+    """Describe a converted checkpoint that was saved again without its provenance; None for any other folder."""
     if ("kv_surgery" not in config and not _emitted_modules(config)) or (folder / PROVENANCE).exists():
         return None
     if not lacks_code(folder, config):
@@ -56,10 +56,10 @@ def check_stock(folder: Path, config: Mapping[str, Any], ignore_model_code: bool
 
     Args:
         folder, config: the checkpoint.
-        ignore_model_code: take a model with code of its own for the stock model of its `model_type`.
+        ignore_model_code: treat a model with code of its own as the stock model of its `model_type`.
 
     Raises:
-        UnsupportedModel: it was converted already, or has modeling code of its own.
+        UnsupportedModel: it is already converted, or has modeling code of its own.
     """
     if explanation := saved_again(folder, config):
         raise UnsupportedModel(explanation)
@@ -74,7 +74,7 @@ def check_stock(folder: Path, config: Mapping[str, Any], ignore_model_code: bool
 
 
 def note_model_code(config: Mapping[str, Any]) -> None:
-    """Log a warning where the class of transformers is about to run in place of a model's own code."""
+    """Log a warning if the class of transformers is about to run in place of a model's own code."""
     if "kv_surgery" not in config and (code := model_references(config)):
         logger.warning(
             "config.json names modeling code of the model's own, %s; the class of transformers runs in its place, and "

@@ -1,4 +1,4 @@
-"""`Patch`: the file of a model family in `patches/` as typed tables, so that a misspelled name is refused."""
+"""`Patch`: the file of a model family in `patches/` as typed tables, which refuse misspelled names."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Modeling(Table):
-    """What the emitted modeling code says of a family, beside the names of its classes.
+    """Facts about a family for the emitted modeling code, in addition to the names of its classes.
 
     Attributes:
         title: the family's name, as people write it.
-        module: the package of `transformers.models` that has its classes; None: the family's own.
-        base_model_prefix: the prefix of the weights' names, where transformers 4 assumes another.
+        module: the package of `transformers.models` with its classes; None for the family's own.
+        base_model_prefix: the prefix of the weights' names, if transformers 4 assumes another one.
         weights: emitted classes whose weights transformers 5 converts at load, and the stock class or `model_type`
             whose conversion applies to them.
         image_inputs: arguments of `generate` that become embeddings in the prompt.
-        oldest: the first major version of transformers that runs the emitted code, where it is not 4.
+        oldest: the first major version of transformers that runs the emitted code, if it is not 4.
     """
 
     title: str
@@ -75,13 +75,13 @@ class Modeling(Table):
 
 @dataclass(frozen=True)
 class Windows(Table):
-    """Which layers do not have full attention, and what they have instead.
+    """The layers without full attention, and their windows.
 
     Attributes:
-        kind: what `layer_types` calls them.
+        kind: their name in `layer_types`.
         size: config key of their window.
-        enabled_by: config key of the switch without which there are none.
-        layer_types: whether attention reads `layer_types`, which may be required.
+        enabled_by: config key of the switch that enables them.
+        layer_types: whether attention reads `layer_types`, or requires it.
         layers: config key of a list with a number for each layer, 0 where it has full attention.
         from_layer: config key of the first layer that slides.
         full_every: period of layers with full attention, or its config key.
@@ -110,13 +110,13 @@ class FullAttention(Table):
 
 @dataclass(frozen=True)
 class Experts(Table):
-    """Which layers have experts, and which tensors come with them.
+    """The layers with experts, and the tensors of these layers.
 
     Attributes:
-        enabled_by: config key that is 0 or false where no layer has any.
+        enabled_by: config key that is 0 or false if no layer has experts.
         from_layer: config key of the first layer with experts.
         every: config key of their period.
-        layers: config key of a list of the layers with experts, which comes before `every`.
+        layers: config key of a list of the layers with experts, which takes precedence over `every`.
         dense_layers: config key of a list of layers without experts.
         tensors, dense: tensors that only layers with, and without, experts have.
     """
@@ -132,9 +132,9 @@ class Experts(Table):
 
 @dataclass(frozen=True)
 class Copied(Table):
-    """Tensors whose bytes stay: of the model, of every layer, and those that stock classes do not read.
+    """Tensors that are copied: those of the model, of every layer, and those that stock classes do not read.
 
-    `layers_beyond` is the config key that counts layers after the last one, which are copied too.
+    `layers_beyond` is the config key for the number of layers after the last one, which are copied too.
     """
 
     model: tuple[str, ...]
@@ -183,14 +183,14 @@ class Module(Table):
 
 @dataclass(frozen=True)
 class Parallel(Table):
-    """What every process of tensor parallelism has."""
+    """Whether tensor parallelism replicates attention in every process."""
 
     attention: Literal["replicated"]
 
 
 @dataclass(frozen=True)
 class Refused(Table):
-    """Why something does not cover the family."""
+    """The reason why a feature does not cover the family."""
 
     refused: str
 
@@ -205,7 +205,7 @@ class Rope(Table):
 
 @dataclass(frozen=True)
 class Sharing(Table):
-    """The config key that counts the last layers, which share the KV cache of earlier ones."""
+    """The config key for the number of last layers, which share the KV cache of earlier ones."""
 
     layers: str
 
@@ -286,10 +286,10 @@ def permuted(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def with_braces_expanded(value: Any) -> Any:
-    """A value of TOML whose lists have `a.x` and `a.y` for `"a.{x,y}"`.
+    """Expand `"a.{x,y}"` in the lists of a TOML value to `a.x` and `a.y`.
 
     Raises:
-        PolicyError: a brace without its pair.
+        PolicyError: unbalanced braces.
     """
     if isinstance(value, dict):
         return {key: with_braces_expanded(item) for key, item in value.items()}

@@ -1,7 +1,7 @@
 """`kvsurgery.json`: the origin of a converted checkpoint, and everything needed to verify and revert it.
 
-No timestamps and no paths: the same input gives the same bytes. A checksum over the whole file finds
-accidental changes that no other hash covers: to the original side files, and to the lists of tensors and files.
+It has no timestamps and no paths, so the same input gives the same bytes. A checksum over the whole file detects
+accidental changes that no other hash covers: in the original side files, and in the lists of tensors and files.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Provenance:
 
     Attributes:
         tool: version of this tool.
-        source, revision: what was converted: Hub id or folder name, and commit where known.
+        source, revision: the original: Hub id or folder name, and commit if known.
         family: its model family.
         permutation: per layer, the source KV head at each place.
-        profile: hash of the head profile, None without one.
+        profile: hash of the head profile; None without one.
         policy: hash of the policy.
-        options: the options that decided it.
+        options: the options that decided the policy.
         headers: by shard, hash of its header.
         tensors: by tensor, hash of the source's bytes.
         emitted: by emitted file, its hash; None for a file that people may edit.
@@ -104,7 +104,7 @@ class Provenance:
         """Read and check the file's bytes.
 
         Raises:
-            ValueError: with what is wrong.
+            ValueError: the file is malformed; the message says how.
         """
         content = json.loads(raw)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
@@ -126,7 +126,7 @@ class Provenance:
 
 
 def is_editable(name: str) -> bool:
-    """Whether people may edit a file, or remove it, so that it is no sign of damage: a card or a picture."""
+    """Whether people may edit or remove a file, such as the model card or a picture, without damage."""
     return name.lower().endswith(EDITABLE)
 
 

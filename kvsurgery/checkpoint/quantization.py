@@ -1,10 +1,10 @@
-"""Quantized weights: which tensors hold a module's weight in a layout, and where the heads lie along their axes.
+"""Quantized weights: the tensors of a module's weight in each layout, and the heads along their axes.
 
-A file in `patches/quantization/` describes one layout. `weight` is what the name of the codes ends with, in place of
-`plain`, and `beside` lists what a module with codes has too. In `tensors`, the axes of each tensor follow: those of the
-`outputs` and the `inputs` of the weight, `one`, or `other`; after a slash stands how many of them lie in one element.
-Where all rows follow one another in one axis, it is `flat`. A tensor without axes is copied. `packages` are those that
-transformers needs to load the layout; where `transformers` is false, it computes something else.
+A file in `patches/quantization/` describes one layout. `weight` is the suffix of the name of the codes, in place of
+`plain`, and `beside` lists further tensors of a module with codes. `tensors` gives the axes of each tensor: those of
+the `outputs` and the `inputs` of the weight, `one`, or `other`; the number after a slash is how many of them lie in one
+element. If all rows follow one another in one axis, the tensor is `flat`. A tensor without axes is copied. `packages`
+are the packages that transformers needs to load the layout; if `transformers` is false, it computes something else.
 
 Nothing is quantized again: whole elements move, so heads whose weights do not fill whole elements cannot.
 """
@@ -74,8 +74,8 @@ class Quantization:
 
     Attributes:
         layout: its layout.
-        numbers: by what follows a slash in the layout, how many outputs or inputs lie in one element; where it is None,
-            all of them do.
+        numbers: by the name after a slash in the layout, the number of outputs or inputs in one element; None if all
+            of them lie in one element.
     """
 
     layout: Layout
@@ -83,11 +83,11 @@ class Quantization:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Quantization | None:
-        """The quantization that a config.json describes, None where it describes none.
+        """The quantization that a config.json describes; None for unquantized weights.
 
         Raises:
             UnsupportedModel: a layout that is not known here, or cannot be reordered.
-            CheckpointError: a setting is missing or makes no sense.
+            CheckpointError: a setting is missing or not plausible.
         """
         settings = config.get(KEY)
         if settings is None:
@@ -136,7 +136,8 @@ class Quantization:
     def plain_weight(self, tensor: Tensor, hidden: int) -> tuple[str, tuple[int, ...]]:
         """The name of the weight that a tensor of codes stands for, and its outputs and inputs, as far as known.
 
-        Where rows follow one another in one axis, it may also be the weight's transpose, whose rows are `hidden`.
+        If rows follow one another in one axis, the codes may also be those of the transposed weight, with rows of
+        `hidden`.
         """
         suffix = self._suffix(tensor.name)
         if suffix is None or suffix != self.layout.weight:
@@ -156,7 +157,7 @@ class Quantization:
         return plain_name, shape
 
     def plain_names(self, family: Family, tensors: Iterable[str]) -> list[str]:
-        """The names of tensors of the layout as those of the weights that they stand for, without what lies beside."""
+        """The names of the weights that tensors of the layout stand for, without the tensors beside the codes."""
         names: list[str] = []
         for name in tensors:
             suffix = self._suffix(name)
@@ -167,10 +168,10 @@ class Quantization:
         return names
 
     def check_complete(self, tensors: Iterable[Tensor]) -> None:
-        """Check that each module with codes has what these are to be multiplied with.
+        """Check that each module with codes has its scales and other required tensors.
 
         Raises:
-            CheckpointError: it lacks a tensor.
+            CheckpointError: a tensor is missing.
         """
         dtypes = {tensor.name: tensor.dtype for tensor in tensors}
         for name, dtype in dtypes.items():
@@ -187,7 +188,7 @@ class Quantization:
 
 
 def _state_heads(family: Family, name: str) -> str | None:
-    """Which heads may have a scale each in a tensor of this name; None where it is no scale of attention's states."""
+    """The heads that may each have a scale in a tensor of this name; None if it has no scales of attention states."""
     layer, part = family.place(name)
     modules = {known.partition(".")[0] for known in family.permute}
     if layer is None or part.partition(".")[0] not in modules:
@@ -196,16 +197,16 @@ def _state_heads(family: Family, name: str) -> str | None:
 
 
 def check_known(config: Mapping[str, Any], source: object) -> None:
-    """Check that the installed transformers knows the method that a checkpoint's weights are quantized by.
+    """Check that the installed transformers knows the quantization method of a checkpoint.
 
-    It only warns of one that it does not know, and takes codes for weights.
+    transformers only warns about an unknown method, and reads the codes as weights.
 
     Args:
-        config: of the checkpoint.
+        config: the config of the checkpoint.
         source: its name in an error.
 
     Raises:
-        UnsupportedModel: it does not.
+        UnsupportedModel: the method is unknown.
     """
     settings = config.get(KEY)
     if not isinstance(settings, Mapping) or settings.get("quant_method") is None:
@@ -357,7 +358,7 @@ def _number(settings: Mapping[str, Any], name: str) -> int:
 
 
 def _group(size: Any) -> Fraction | None:
-    """Inputs of a group; None where all are in one."""
+    """The number of inputs in a group; None if all are in one group."""
     if size == -1:
         return None
     if type(size) is not int or not 1 <= size <= 1 << 20:

@@ -1,4 +1,4 @@
-"""`Role`: what a tensor of a checkpoint is, and along which axis its heads lie."""
+"""`Role`: the role of a tensor in a checkpoint, and the axis of its heads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ ATTENTION_DTYPES = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True)
 class Role:
-    """What a tensor is.
+    """The role of a tensor.
 
     Attributes:
-        layer: its layer, None outside the layers.
+        layer: its layer; None outside the layers.
         part: its name inside the layer or the model.
         shape: symbols (`hidden`, `one`, `other`, `query_heads`, `kv_heads`, `gated_queries`, or letters of heads) of a
-            tensor with heads; empty where any shape will do.
-        per: of quantized weights, how many rows, columns or heads' numbers lie in one element along each axis.
-        flat: of quantized weights, how many numbers lie in one element where rows follow one another in one axis, so
-            that `shape` is not that of the tensor; None where it is.
+            tensor with heads; empty if any shape is accepted.
+        per: for quantized weights, the number of rows, columns or heads' numbers in one element along each axis.
+        flat: for quantized weights whose rows follow one another in one axis, the numbers in one element; `shape` is
+            then not the tensor's. None for other tensors.
     """
 
     layer: int | None

@@ -1,7 +1,7 @@
-"""Code that the tokenizer or the processor of a checkpoint runs, as `auto_map` in their configs names it.
+"""Code of a checkpoint's tokenizer or processor, which `auto_map` in their configs names.
 
-A reference is `module.Class`, whose file lies in the folder, or `owner/repo--module.Class`, whose file transformers
-fetches from another repository whenever the tokenizer is loaded.
+A reference is `module.Class`, with a file in the folder, or `owner/repo--module.Class`, with a file that transformers
+downloads from another repository whenever the tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SideCode:
         """The code that the configs of a folder name.
 
         Raises:
-            CheckpointError: a name leads out of the folder, or to no file; or a config is malformed.
+            CheckpointError: a name leads out of the folder or to a missing file, or a config is malformed.
         """
         files: dict[str, bytes] = {}
         remote: list[str] = []
@@ -66,13 +66,13 @@ class SideCode:
 
 
 def side_references(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of `auto_map` in config.json that is of a tokenizer or a processor."""
+    """The entries of `auto_map` in config.json for a tokenizer or a processor."""
     auto_map = config.get("auto_map")
     return {name: auto_map[name] for name in SIDE_CLASSES if name in auto_map} if isinstance(auto_map, dict) else {}
 
 
 def references(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name of the config, and reference, of all code that a tokenizer or a processor of a folder names.
+    """All code references of a folder's tokenizer and processor, each with the name of its config.
 
     Raises:
         CheckpointError: a config is malformed.
@@ -95,7 +95,7 @@ def references(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _auto_maps(content: Any) -> Iterator[Any]:
-    """Every `auto_map` in a config, those of configs inside it too."""
+    """Every `auto_map` in a config and in the configs inside it."""
     for key, value in content.items() if isinstance(content, dict) else enumerate(content):
         if key == "auto_map":
             yield value
@@ -104,7 +104,7 @@ def _auto_maps(content: Any) -> Iterator[Any]:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """What lies in lists and dicts; null stands for no slow or no fast tokenizer."""
+    """Flatten lists and dicts; null stands for a missing slow or fast tokenizer."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _flat(item)
@@ -113,7 +113,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _add(files: dict[str, bytes], folder: Path, name: str, reason: str) -> None:
-    """Add a file of the folder, and those that it imports."""
+    """Add a file of the folder and the files that it imports."""
     if name in files:
         return
     path = folder / name

@@ -65,12 +65,12 @@ MAX_PATH_BYTES, MAX_FOLDERS = 1000, 50
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files of a checkpoint that hold no weights; names are relative, with slashes.
+    """The files of a checkpoint without weights; names are relative, with slashes.
 
     Attributes:
-        copied: names of files that are copied as they are.
+        copied: names of files that are copied unchanged.
         originals: bytes of files that conversion replaces or leaves out, and `revert` restores.
-        left_out: names of all others; folders end with a slash.
+        left_out: names of all other files; folders end with a slash.
     """
 
     copied: tuple[str, ...]
@@ -81,13 +81,13 @@ class SideFiles:
 def side_files(
     folder: Path, weights: Collection[str], replaced_names: Collection[str], needed_code: Collection[str] = ()
 ) -> SideFiles:
-    """Sort a checkpoint's files, apart from its `weights` and their index.
+    """Classify a checkpoint's files, apart from its `weights` and their index.
 
     Args:
         folder: the checkpoint.
         weights: names of its shards.
         replaced_names: files that conversion writes.
-        needed_code: files of code that are copied, since a tokenizer or a processor runs them.
+        needed_code: code files that a tokenizer or a processor needs, which are copied.
 
     Raises:
         CheckpointError: a file cannot be read, or is a link to nothing.
@@ -137,13 +137,13 @@ def survey(folder: Path) -> dict[str, FileState]:
 
 
 def _is_left_out(name: str) -> bool:
-    """Whether conversion does not look at a file's content, or reads it as weights."""
+    """Whether conversion ignores a file's content, or reads it as weights."""
     base = name.rpartition("/")[2]
     return matches(base.lower(), LEFT_OUT) and not matches(base, KEPT)
 
 
 def walk(folder: Path) -> Iterator[str]:
-    """Names of the regular files in a fixed order, following links; a folder that is left out is one name.
+    """Names of the regular files in a fixed order, following links; a skipped folder is a single name.
 
     Raises:
         CheckpointError: a file cannot be read, lies too deep, or is a link to nothing.
@@ -152,7 +152,7 @@ def walk(folder: Path) -> Iterator[str]:
 
 
 def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """The names of `walk` and of what is neither file nor folder, such as a pipe, and whether it is one of them."""
+    """The names of `walk` and of other entries such as pipes, each with whether it is such an entry."""
     with reading(folder):
         names = sorted(os.listdir(folder))
     for name in names:
@@ -193,7 +193,7 @@ def chunks(path: Path) -> Iterator[bytes]:
     """The bytes of a file in pieces.
 
     Raises:
-        CheckpointError: it cannot be read; a caller that writes can tell this from an error of its own.
+        CheckpointError: the file cannot be read, so that callers can distinguish this from their own write errors.
     """
     with reading(path), open(path, "rb") as file:
         while chunk := file.read(1 << 20):

@@ -1,4 +1,4 @@
-"""A checkpoint folder: config, shards and index, checked against each other before anything is done with them."""
+"""A checkpoint folder: config, shards and index, checked against each other before they are used."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Checkpoint:
     """A stock checkpoint on disk, or an adapter of one.
 
     Attributes:
-        folder: where it lies; its files may be symlinks, as in the Hub cache.
-        name: what people call it: Hub id, also of a folder in a cache of the Hub, or the folder's name.
-        revision: commit on the Hub, where known.
-        config: config.json; of an adapter, that of the model that it was trained on.
-        shards: by file name.
-        index: raw bytes of the index, None for a single file without one.
-        states: the states of the files beside the weights, from before any was read.
+        folder: its path; files may be symlinks, as in the Hub cache.
+        name: the Hub id, also for a folder in a cache of the Hub, or the folder's name.
+        revision: commit on the Hub, if known.
+        config: config.json; for an adapter, that of the model on which it was trained.
+        shards: shards by file name.
+        index: raw bytes of the index; None for a single file without one.
+        states: the states of the files beside the weights, recorded before any of them was read.
         config_file: name of the file that makes the folder load, which is written last.
     """
 
@@ -77,10 +77,10 @@ class Checkpoint:
         return cls(folder, name, revision, config, shards, index, states)
 
     def check_unchanged(self) -> None:
-        """Check that all files are those that were there when the checkpoint was opened.
+        """Check that no file changed since the checkpoint was opened.
 
         Raises:
-            SourceChanged: one was written again, replaced, added or removed.
+            SourceChanged: a file was written again, replaced, added or removed.
         """
         for shard in self.shards:
             shard.check_unchanged()
@@ -105,13 +105,13 @@ class Checkpoint:
 
     @property
     def positions(self) -> int | None:
-        """Positions that the model was made for, None where the config has no such number."""
+        """The maximum number of positions of the model; None if the config does not give it."""
         positions = self.text_config.get("max_position_embeddings")
         return positions if type(positions) is int and positions > 0 else None
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The part of the config that is of the model with the KV cache."""
+        """The part of the config for the model with the KV cache."""
         return text_config(self.config)
 
     @cached_property
@@ -126,7 +126,7 @@ class Checkpoint:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder.
+    """Read config.json of a checkpoint folder.
 
     Raises:
         CheckpointError: no such folder, no config.json in it, or not a JSON object.
@@ -144,11 +144,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _check_another_kind(folder: Path) -> None:
-    """Say what a folder without config.json holds, where that can be told.
+    """Explain a folder without config.json, if its content is recognized.
 
     Raises:
-        UnsupportedModel: weights of another format, or an adapter.
-        CheckpointError: the checkpoint is in a folder inside of it.
+        UnsupportedModel: it has weights of another format, or an adapter.
+        CheckpointError: the checkpoint is in a folder inside it.
     """
     if gguf_files := sorted(folder.glob("*.gguf")):
         raise UnsupportedModel(f"{folder} has a {GGUF} ({gguf_files[0].name})")
@@ -163,7 +163,7 @@ def _check_another_kind(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> tuple[tuple[Shard, ...], bytes | None]:
-    """The headers of a checkpoint's shards, and its raw index, None for a single file without one.
+    """Read the headers of a checkpoint's shards, and its raw index, which is None for a single file without one.
 
     Raises:
         CheckpointError, UnsupportedModel: as `Checkpoint.open`.
@@ -202,7 +202,7 @@ def _plain_file_name(name: Any) -> bool:
 
 
 def _check_tensors(folder: Path, shards: tuple[Shard, ...], names: dict[str, str] | None) -> None:
-    """Every tensor lies in one shard only, and in the one that the index says."""
+    """Check that every tensor is in exactly one shard, as the index says."""
     shard_by_tensor: dict[str, str] = {}
     for shard in shards:
         for tensor in shard.tensors:
@@ -234,7 +234,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], bytes]:
     """A JSON object from a file, and the file's bytes.
 
     Raises:
-        CheckpointError: it cannot be read, is too large or too deep, or is no JSON object.
+        CheckpointError: it cannot be read, is too large or too deep, or is not a JSON object.
     """
     check_regular(path)
     with reading(path):

@@ -24,7 +24,7 @@ COMMANDS = {
     "eval": ("evaluate", "Compare a converted checkpoint's answers with the original's."),
     "bench": ("bench", "Compare time and memory with the original."),
     "sweep": ("sweep", "Evaluate many policies and plot quality against KV bytes."),
-    "report": ("report", "Write a page of results, or compare several checkpoints on one."),
+    "report": ("report", "Write a page of results, or compare several checkpoints on one page."),
     "push": ("push", "Verify a converted checkpoint and upload it to the Hub."),
     "revert": ("revert", "Restore the original checkpoint, byte for byte."),
 }
@@ -60,7 +60,7 @@ class LazyGroup(HelpGroup):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvsurgery")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the whole traceback of an error.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 def cli() -> None:
     """Rewrite checkpoints so that each attention head has a KV cache of its own size.
 
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def _flush_stdout() -> None:
-    """Write out what stdout still buffers. On failure that text is dropped, or the interpreter would fail at its exit.
+    """Flush stdout. If that fails, drop the buffered text, or the interpreter would fail when it exits.
 
     Raises:
         OSError: stdout cannot be written, for example because its disk is full.
@@ -110,6 +110,6 @@ def _flush_stdout() -> None:
 
 
 def _line(error: Exception) -> str:
-    """An error in one line, whatever a file brings in."""
+    """The message of an error in one line, cut if it is long."""
     message = " ".join(str(error).splitlines())
     return message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."

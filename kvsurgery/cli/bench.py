@@ -1,4 +1,4 @@
-"""`kvsurgery bench`: what a converted checkpoint takes of time and memory, beside the original."""
+"""`kvsurgery bench`: compare time and memory of a converted checkpoint with the original's."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kvsurgery.setting import CHUNK_HELP
 if TYPE_CHECKING:
     from kvsurgery.bench.results import Bench, Phase, Row
 
-    Columns = dict[str, Callable[[Row], str]]  # by its title, what a column shows
+    Columns = dict[str, Callable[[Row], str]]  # title of a column -> text of a row's cell
 
-NOTHING = "-"  # in place of what was not measured
+NOTHING = "-"  # the cell of a value that was not measured
 
 
 @click.command(cls=HelpPage)
@@ -83,20 +83,20 @@ def bench(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure the converted checkpoint DIR beside the original: time, memory and KV bytes.
+    """Compare time, memory and KV bytes of the converted checkpoint DIR with the original's.
 
     The contenders are the converted model, the original with SDPA (eager attention if it has soft caps) and a
     DynamicCache, and the original with each installed backend of transformers' QuantizedCache (quanto, hqq). They take
     turns on prompts of random tokens.
 
-    Figures are medians. For a decode step the table also shows the first and third quartile, and how many steps the
-    contender makes while the original makes one. The floor is the time to read the weights and all keys and values
+    All times are medians. For a decode step, the table also shows the first and third quartile, and the speed relative
+    to the original. The floor is the time to read the weights and all keys and values
     once, at the bandwidth measured by summing a large tensor. Memory is the peak of tensors besides the weights.
 
-    Processes started by torchrun share both models by tensor parallelism; DIR must have been converted for that many
-    (--tp). Times are those of the first process, and memory is that of the process that holds most.
+    Processes started by torchrun share both models by tensor parallelism; DIR must have been converted for this number
+    of processes (--tp). Times are those of the first process, and memory is the largest of all processes.
 
-    If DIR has a reform profile, prompts that it gathers tokens from go through `generate`, and only their time to the
+    If DIR has a reform profile, prompts beyond its recompute budget go through `generate`, and only their time to the
     first token is measured.
 
     The code in DIR is executed: verify it first.
@@ -169,7 +169,7 @@ def bench(
 
 
 def _show(results: Bench) -> None:
-    """Time and memory as tables, what was left out, and how to measure more."""
+    """Print tables of time and memory, the contenders that were not measured, and options that measure more."""
     from kvsurgery.display import console
 
     times: Columns = {
@@ -198,7 +198,7 @@ def _show(results: Bench) -> None:
 
 
 def _print(results: Bench, title: str, columns: Columns) -> None:
-    """A table of the rows that were measured, without the columns that none of them has."""
+    """Print a table of the measured rows, without empty columns."""
     from kvsurgery.display import console
 
     measured_rows = [row for row in results.rows if not row.skipped]
@@ -215,21 +215,21 @@ def _print(results: Bench, title: str, columns: Columns) -> None:
 
 
 def _notes(results: Bench) -> Iterator[str]:
-    """What was not measured, and how to measure more."""
+    """Lines about contenders and rows that were not measured, and about options that measure more."""
     for name, reason in results.left_out.items():
         yield f"left out: {name}: {reason}"
     for row in results.rows:
         if row.skipped:
             yield f"not measured: {row.contender} at {row.batch} x {row.tokens:,} tokens: {row.skipped}"
     if (count := results.settings["processes"]) > 1:
-        yield f"{count} processes share the models: times are of the first, memory is of the one that holds most"
+        yield f"{count} processes share the models: times are those of the first, memory is the largest of all"
     rounds, chunk = results.settings["rounds"], results.settings["chunk"]
     rounds_text = "one round" if rounds == 1 else f"{rounds} rounds"
     yield f"medians of {rounds_text}, chunks of {chunk:,} tokens; --lengths, --batches and --rounds measure more"
 
 
 def _times_faster(results: Bench, row: Row) -> str:
-    """How many steps this contender makes while the original makes one."""
+    """The speed of a decode step relative to the original."""
     from kvsurgery.evaluate.results import ORIGINAL
 
     [original] = (

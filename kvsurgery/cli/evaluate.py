@@ -1,4 +1,4 @@
-"""`kvsurgery eval`: what a converted checkpoint keeps of the original's answers."""
+"""`kvsurgery eval`: compare a converted checkpoint's answers with the original's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY
 if TYPE_CHECKING:
     from kvsurgery.evaluate.results import Results, TaskResult
 
-NOTHING = "-"  # in place of what was not measured
+NOTHING = "-"  # the cell of a value that was not measured
 
 
 @click.command("eval", cls=Grouped)
@@ -33,8 +33,8 @@ NOTHING = "-"  # in place of what was not measured
         click.option(
             "--quick",
             is_flag=True,
-            help="A first check, two minutes on one core for a small model: 8 needles, in prompts twice as long as "
-            "what a head keeps. Other options change the questions, such as --samples 40.",
+            help="Run a first check with 8 needles, two minutes on one core for a small model. Prompts are twice as "
+            "long as the part that a head keeps. Other options change the questions, such as --samples 40.",
         )
     ),
 )
@@ -63,7 +63,7 @@ def evaluate(
     task lm_eval asks tasks of lm-eval that generate answers, such as LongBench and InfiniteBench. scbench reads
     published data, from files or from the Hub, and asks several questions on a context, each on a copy of its cache;
     repoeval and mm_niah read files. mm_niah is for models that read images. With --ask-later, lm_eval and ruler too
-    read the context before the question is known, so budgets are chosen without it. Processes started by torchrun
+    read the context before the question is known, so budgeted heads select without it. Processes started by torchrun
     share the samples. With --tp they share the model, which must have been converted for that many processes.
 
     \b
@@ -140,17 +140,17 @@ def evaluate(
 
 
 def check_measured(tasks: Sequence[TaskResult]) -> None:
-    """Check that some model answered a sample.
+    """Check that at least one sample was answered.
 
     Raises:
-        KVSurgeryError: all samples were left out, of every model.
+        KVSurgeryError: every model skipped all samples.
     """
     if not any(cell.scores for task in tasks for cell in task.cells):
         raise KVSurgeryError("nothing was measured: every sample is left out")
 
 
 def _show(results: Results) -> None:
-    """The scores as a table with the KV bytes and a verdict on each, what was left out, and what follows from it."""
+    """Print a table of scores, verdicts and KV bytes, the samples that were skipped, and the conclusion."""
     from kvsurgery.display import console
     from kvsurgery.report.findings import against_original
     from kvsurgery.report.headlines import conclusion
@@ -184,7 +184,7 @@ def scores(task: TaskResult, names: Sequence[str]) -> Iterator[str]:
 
 
 def signed_difference(task: TaskResult) -> str:
-    """The difference of two models and its interval; of shares, as points."""
+    """The difference of two models with its interval; shares are in percentage points."""
     if task.difference is None:
         return NOTHING
     factor, digits, _ = _units(task)
@@ -194,5 +194,5 @@ def signed_difference(task: TaskResult) -> str:
 
 
 def _units(task: TaskResult) -> tuple[int, int, str]:
-    """What a score is multiplied by, how many digits follow its point, and its unit."""
+    """The factor, the number of decimals and the unit in which a score is shown."""
     return (1, 3, "") if task.metric == PERPLEXITY else (100, 1, "%")

@@ -1,4 +1,4 @@
-"""Help in two lengths: `--help` has what most people need, `--help-all` every option in its group."""
+"""Help in two lengths: `--help` shows the most important options, `--help-all` shows all of them by group."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ _ALL = "kvsurgery.help_all"  # in a context's `meta`: whether every option is sh
 
 HEADS, CACHE, PROMPTS, DEVICES, ADAPTERS = "Heads", "Cache", "Long prompts", "Several devices", "Adapters"
 MEASUREMENT, TASKS, RUNNING = "Measurement", "Evaluation", "Running"
-# in this order, whatever that of the options is; others come before the last
+# in the order of --help-all; any other group comes before the last one
 GROUPS = (HEADS, CACHE, PROMPTS, DEVICES, ADAPTERS, MEASUREMENT, TASKS, RUNNING)
 
 
 def in_group(name: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A decorator like all of these together, whose options stand in one group of --help-all."""
+    """Combine decorators, and put their options into one group of --help-all."""
     return _marked(decorators, "group", name)
 
 
 def basic(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A decorator like all of these together, whose options are among the few that --help shows."""
+    """Combine decorators, and show their options in --help too."""
     return _marked(decorators, "basic", True)
 
 
 def sets(names: Collection[str], *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A decorator like all of these together, whose options set these settings of the library."""
+    """Combine decorators, and record which settings of the library their options set."""
     return _marked(decorators, "settings", names)
 
 
 def in_options(message: str) -> str:
-    """A message of the library with options of the running command in place of settings."""
+    """Replace the settings named in a message of the library by options of the running command."""
     return renamed(message, _options_by_setting(click.get_current_context().command))
 
 
 def _options_by_setting(command: click.Command) -> dict[str, str]:
-    """How a command's options are typed, by the settings that they set, and by their own names, which come first."""
+    """A command's options as typed, by the settings that they set and by their own names, which take precedence."""
     flags = {param: max(param.opts, key=len) for param in command.params if isinstance(param, click.Option)}
     by_setting = {name: text for param, text in flags.items() for name in getattr(param, "settings", ())}
     return by_setting | {param.name: text for param, text in flags.items() if param.name}
 
 
 def _marked(decorators: tuple[Callable[[Any], Any], ...], attribute: str, value: Any) -> Callable[[Any], Any]:
-    """A decorator like all of these together, whose options have an attribute."""
+    """Combine decorators, and set an attribute of their options."""
 
     def decorate(command: Any) -> Any:
         start = len(getattr(command, "__click_params__", ()))
@@ -64,8 +64,8 @@ def _marked(decorators: tuple[Callable[[Any], Any], ...], attribute: str, value:
 class HelpPage(click.Command):
     """A command with `--help-all`.
 
-    Where options are `basic`, `--help` shows these, the required ones first, the first sentence of each text, the
-    description's first paragraph, and the first examples.
+    If the command has `basic` options, `--help` is short: the description's first paragraph, the first examples, and
+    the `basic` options with the first sentence of their help, required ones first.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -120,21 +120,21 @@ class HelpPage(click.Command):
 
 
 class HelpGroup(HelpPage, click.Group):
-    """A group of commands, each with `--help-all`, that knows which of them a mistyped name may mean."""
+    """A group of commands, each with `--help-all`, that suggests the command closest to a mistyped name."""
 
     command_class = HelpPage
 
     def candidates(self, ctx: click.Context) -> dict[str, str]:
-        """What can be meant, by the names that are typed."""
+        """The commands that can be suggested, by the name that is compared with the typed one."""
         return {name: name for name in self.list_commands(ctx)}
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that was typed.
+        """Find the command that was typed.
 
         Raises:
-            UsageError: there is none; it names the most similar one.
+            UsageError: no such command; the message names the most similar one.
         """
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
@@ -149,7 +149,7 @@ class HelpGroup(HelpPage, click.Group):
 
 
 def _show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    """Print the long help, where it is asked for."""
+    """Print the long help if it was asked for."""
     if is_asked and not ctx.resilient_parsing:
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help(), color=ctx.color)
@@ -177,6 +177,6 @@ def _by_group(options: list[click.Option], ctx: click.Context) -> dict[str, list
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of an option's text, and what stands in brackets at its end."""
+    """The first sentence of an option's help, and the brackets at its end."""
     sentence, gap, bracket = text.partition("  [")
     return sentence.partition(". ")[0].removesuffix(".") + "." + gap + bracket

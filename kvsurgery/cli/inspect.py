@@ -1,4 +1,4 @@
-"""`kvsurgery inspect`: say what a checkpoint is, from its headers."""
+"""`kvsurgery inspect`: describe a checkpoint from its headers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(source: str, revision: str | None, as_json: bool) -> None:
-    """Describe a checkpoint: whether it can be converted, or how it was.
+    """Describe a checkpoint: whether it can be converted, or how it was converted.
 
     SRC is a folder or a Hub id. For a Hub id, only the headers are downloaded.
 

@@ -1,4 +1,4 @@
-"""Options as people write them: numbers with units, lists, and paths."""
+"""Parameter types of the command line: numbers with units, lists, and paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def flag(name: str) -> str:
 
 
 class LocalPath(click.Path):
-    """The path of a file or a folder. An empty one is refused, since `Path` takes it for the working directory."""
+    """The path of a file or a folder; an empty one is refused, because `Path` would be the working directory."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -46,7 +46,7 @@ class Size(click.ParamType):
 
 
 class Tokens(click.ParamType):
-    """Tokens: 128K is 128 x 1024 and 1M is 1024 x 1024, as models' names have it; 128000 is as written.
+    """Number of tokens: 128K is 128 x 1024 and 1M is 1024 x 1024, as in model names; 128000 is exact.
 
     Args:
         least: the smallest number.
@@ -68,7 +68,7 @@ class Tokens(click.ParamType):
 
 
 class Several(click.ParamType):
-    """Numbers with commas between them."""
+    """A comma-separated list of values."""
 
     name = "list"
 
@@ -81,14 +81,14 @@ class Several(click.ParamType):
         return tuple(self.item.convert(part.strip(), param, ctx) for part in str(value).split(","))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """What the last item may be, after those before it."""
+        """Complete the last item of the list."""
         *earlier, last = incomplete.split(",")
         items = self.item.shell_complete(ctx, param, last)
         return [CompletionItem(",".join([*earlier, item.value]), type=item.type) for item in items]
 
 
 class Bits(click.Choice):
-    """Bits of a quantized cache, 16 where one that is not quantized can be chosen, and auto where layers can differ."""
+    """Bits of a cache; some options also take 16, for an unquantized cache, or auto, for a width for each layer."""
 
     def __init__(self, *bits: int | str):
         super().__init__([str(count) for count in bits])
@@ -99,7 +99,7 @@ class Bits(click.Choice):
 
 
 class Grouped(HelpPage):
-    """A command whose error about a policy names the recipe's file, which may have the setting that is at fault."""
+    """A command whose policy errors also name the recipe file, because the wrong setting may be in it."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command.
@@ -117,6 +117,6 @@ class Grouped(HelpPage):
 
 
 def group_reduce_option(text: str) -> Callable[[Any], Any]:
-    """The option `--group-reduce` of a command on profiles, with its help."""
+    """The option `--group-reduce` of a command on profiles, with a help text."""
     reductions = click.Choice(["mean", "max"])
     return click.option("--group-reduce", type=reductions, default="mean", show_default=True, help=text)

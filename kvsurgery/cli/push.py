@@ -1,4 +1,4 @@
-"""`kvsurgery push`: verify a converted checkpoint, upload it, compare checksums."""
+"""`kvsurgery push`: verify a converted checkpoint, upload it to the Hub and compare checksums."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvsurgery.system.repo_id import is_repo_name
 @click.option(
     "--delete-others",
     is_flag=True,
-    help="Delete files that DIR lacks and that can change what it loads as, such as other "
-    "weights, adapters and code; without it, they are refused.",
+    help="Delete files in the repository that DIR lacks and that can change how it loads, such as other weights, "
+    "adapters and code; without this option, push refuses them.",
 )
 @click.option(
     "--report",
@@ -31,8 +31,8 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, delete_othe
     """Verify a converted checkpoint, upload it to the Hub and compare the Hub's checksums.
 
     The repository is created if needed. All files appear in a single commit, so nobody downloads an incomplete model.
-    Files that are in the repository already and can change what DIR loads as are refused, before anything is uploaded.
-    After a failure, run the same command again: weights that the Hub already has are not sent again.
+    If the repository has files that can change how DIR loads, push stops before it uploads anything. After a failure,
+    run the same command again: weights that the Hub already has are not sent again.
 
     With --report, the card on the Hub shows the report's figures and scores; DIR itself is not changed. The page lists
     the commands that reproduce each number, including the names of local folders.
@@ -64,7 +64,9 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, delete_othe
     with console.byte_progress("verifying", weight_bytes(folder)) as advance:
         verification = verify(folder, progress=advance)
     if verification.unrecorded:
-        console.stderr.print(f"also uploading what the conversion did not write: {', '.join(verification.unrecorded)}")
+        console.stderr.print(
+            f"also uploading files that the conversion did not write: {', '.join(verification.unrecorded)}"
+        )
     url = hub.push(
         folder,
         repo_id,
@@ -73,5 +75,5 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, delete_othe
         delete_others=delete_others,
         extra_files=report_files,
     )
-    console.stderr.print("uploaded; the Hub's checksums are those of the local files")
+    console.stderr.print("uploaded; the Hub's checksums match the local files")
     click.echo(url)

@@ -1,4 +1,4 @@
-"""The options of a recipe: what `convert`, `fit` and `sweep` make a `Recipe` of, and what a recipe is as options."""
+"""The options of a recipe, for `convert`, `fit` and `sweep`: from options to a `Recipe`, and back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvsurgery.recipe import CHOICES, FLAT, Demand, Recipe, default
 from kvsurgery.system.files import check_file
 from kvsurgery.templates.kv_layout import SELECTS
 
-LARGEST_RECIPE = 1 << 20  # bytes of a file that is read as one, before it is overwritten
-# the axes of a sweep, what one of them takes there, and fields that have no place in one
+LARGEST_RECIPE = 1 << 20  # bytes; --save-recipe does not overwrite a larger file
+# the axes of a sweep, the values and help of --kv-bits there, and the fields that a sweep does not have
 AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
 SWEPT_BITS = (
     Bits(16, 8, 4, 3, 2),
@@ -26,18 +26,18 @@ SWEPT_BITS = (
 )
 NOT_SWEPT = ("threshold", "kv_budget")
 DECIDED = (*CHOICES, "budget", "kv_bits", "kv_budget")
-# what options stand for that are given without a value
+# the value of an option that is given without one
 BARE = {"hold": 32}
-# group -> field of a recipe -> its type, what it says, and `basic` if it is; `method` is short for others
+# group -> field of a recipe -> its type, its help, and `basic` if --help shows it; `method` is short for others
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     HEADS: {
         "sparsity": (float, "Share of KV heads that are not full.  [default: (0.5 with GQA, 0.75 without)]", basic),
-        "threshold": (float, "Instead of --sparsity: heads with this score or more are full."),
+        "threshold": (float, "Instead of --sparsity: the lowest score of a full head."),
         "full_heads": (int, "Instead of --sparsity: the number of full KV heads over the whole model."),
         "method": (
             click.Choice(["duo", "headkv", "reform"]),
             "Short for --rest streaming (duo) and --rest budgeted (headkv); reform reads long prompts and keeps every "
-            "head full.  [default: (as the profile was measured for)]",
+            "head full.  [default: (as the profile's method)]",
         ),
         "rest": (
             click.Choice(get_args(Rest)),
@@ -49,8 +49,8 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
     },
     CACHE: {
-        "sink": (Tokens(), "First tokens that a streaming head keeps.", basic),
-        "recent": (Tokens(), "Latest tokens that a streaming head keeps.", basic),
+        "sink": (Tokens(), "Number of first tokens that a streaming head keeps.", basic),
+        "recent": (Tokens(), "Number of latest tokens that a streaming head keeps.", basic),
         "budgets_from": (
             click.Path(),
             "The head profile whose scores decide the budgets, such as the shares of LU-KV or WG-KV: a file or an "
@@ -59,7 +59,7 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "budget": (
             Tokens(),
             "Tokens of a prompt that a budgeted head keeps on average, in addition to the observation window: a "
-            'published "KV = 128" is --budget 120 --window 8.  [default: (that of a profile of budgets)]',
+            'published "KV = 128" is --budget 120 --window 8.  [default: (from a profile of budgets)]',
             basic,
         ),
         "beta": (
@@ -81,8 +81,8 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "select": (
             click.Choice(list(SELECTS)),
-            "What a budgeted head selects tokens by: the attention of the window, or this attention times the norm of "
-            "the token's value.",
+            "Score by which a budgeted head selects tokens: the attention of the window, or this attention times the "
+            "norm of the token's value.",
         ),
         "kv_bits": (
             Bits(8, 4, 3, 2, "auto"),
@@ -93,12 +93,12 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_budget": (float, "With --kv-bits auto: the largest average number of bits per stored value."),
         "kv_scheme": (
             click.Choice(["kivi", "per-token"]),
-            "Elements that share a scale: with kivi, those of a channel of keys or of a token of values; with "
-            "per-token, those of a token of either. With --hold, budgeted heads are quantized only per token.",
+            "Layout of the scales: kivi has one for each channel of keys and for each token of values; per-token has "
+            "one for each token of both. With --hold, budgeted heads are quantized only with per-token.",
         ),
         "kv_group_size": (
             int,
-            "Elements that share a scale.  [default: (a tile of 128 tokens, or all channels of a head)]",
+            "Number of elements that share a scale.  [default: (a tile of 128 tokens, or all channels of a head)]",
         ),
         "kv_residual": (Tokens(), "Minimum number of newest tokens that are not quantized."),
         "kv_streaming": (
@@ -125,8 +125,8 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     DEVICES: {
         "tp": (
             click.IntRange(min=1),
-            "Number of tensor-parallel processes to lay heads out for. The full heads of every layer are a multiple "
-            "of it. The checkpoint also runs in any divisor of this number of processes.",
+            "Number of tensor-parallel processes to lay heads out for. The number of full heads in every layer is a "
+            "multiple of it. The checkpoint also runs on any divisor of this number of processes.",
         ),
         "tp_uneven": (
             bool,
@@ -141,11 +141,11 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "kernels": (bool, "Emit the Triton kernels; without them a GPU runs plain torch.  [default: (emitted)]"),
         "ignore_model_code": (
             bool,
-            "Convert a model with modeling code of its own as the transformers model of its `model_type`.",
+            "Ignore the model's own modeling code, and convert it as the transformers model of its `model_type`.",
         ),
     },
 }
-# field of `ReformSizes` -> its type, and what it says
+# field of `ReformSizes` -> its type, and its help
 REFORM: dict[str, tuple[Any, str]] = {
     "chunk": (Tokens(), "Tokens of a prompt that are read at once.  [default: (32K, or what fits the model)]"),
     "encode_budget": (Tokens(), "Tokens that a head keeps from chunk to chunk.  [default: (32K, or what fits)]"),
@@ -164,17 +164,17 @@ def recipe_options(command: Any) -> Any:
 
 
 def fit_options(command: Any) -> Any:
-    """Give a command the options of a recipe, without fields that a fit decides."""
+    """Add the options of a recipe, without the fields that `fit` decides."""
     return _fields(command, DECIDED)
 
 
 def sweep_options(command: Any) -> Any:
-    """Give a command the options of a sweep: several values for its axes, and no fields without a place in one."""
+    """Add the options of a sweep: lists of values for its axes, without the fields that a sweep does not have."""
     return _fields(command, (*NOT_SWEPT, *FIELDS[DEVICES]), AXES)
 
 
 def _fields(command: Any, excluded: Container[str] = (), swept: Container[str] = ()) -> Any:
-    """Add `--recipe` and the options of all fields but some, and of some with several values."""
+    """Add `--recipe` and an option for every field that is not excluded; swept fields take several values."""
     for group, names in FIELDS.items():
         if options := [_option(name, name in swept, *names[name]) for name in names if name not in excluded]:
             command = in_group(group, *options)(command)
@@ -182,7 +182,7 @@ def _fields(command: Any, excluded: Container[str] = (), swept: Container[str] =
 
 
 def reform_options(command: Any) -> Any:
-    """Add the options that say how long prompts are read."""
+    """Add the options for reading long prompts (REFORM)."""
     options = [
         sets([f"reform.{name}"], click.option(flag(f"reform_{name}"), type=kind, help=text))
         for name, (kind, text) in REFORM.items()
@@ -218,7 +218,7 @@ profile_option = basic(
 def _option(
     name: str, is_list: bool, kind: Any, text: str, mark: Callable[..., Callable[[Any], Any]] | None = None
 ) -> Callable[[Any], Any]:
-    """The option of a recipe's field, which takes one value or several, and which `mark` makes a basic one."""
+    """The option of a recipe's field; `is_list` lets it take several values, and `mark` makes it a basic one."""
     if mark is not None:
         return mark(_option(name, is_list, kind, text))
     if is_list:
@@ -236,11 +236,11 @@ def _option(
 
 
 def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
-    """The recipe that a command's parameters ask for: that of --recipe, with what is typed beside it.
+    """Build the recipe of a command: the file of --recipe, with the options on the command line over it.
 
     Args:
-        options: the parameters by name; None is not typed.
-        values: other fields, which are typed as well.
+        options: the command's parameters by name; None means not given.
+        values: further fields to set.
 
     Raises:
         UsageError: options contradict each other, or the file.
@@ -268,13 +268,13 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
     if not recipe.profiles and recipe.budgets_from is None and recipe.cache is None:
         alternative = "" if recipe.fit else "; without one, --kv-bits 8, 4, 3 or 2 quantizes the cache of every head"
         raise click.UsageError(
-            f"--profile is missing: the file of scores that decide which heads stay full{alternative}"
+            f"--profile is missing: the file with the scores that decide which heads stay full{alternative}"
         )
     return recipe
 
 
 def _demand(options: Mapping[str, Any], file_demand: Demand | None) -> dict[str, Demand]:
-    """What --fit, --context and --batch of `convert` ask for, beside what the file does."""
+    """The memory demand of --fit, --context and --batch of `convert`, over that of the file."""
     names = ("memory", "context", "batch")
     typed_values = {name: value for name in names if (value := options.get(f"fit_{name}")) is not None}
     if not typed_values:
@@ -289,10 +289,10 @@ def _demand(options: Mapping[str, Any], file_demand: Demand | None) -> dict[str,
 
 
 def check_recipe_file(path: Path) -> None:
-    """Check that the file of --save-recipe can be written, and is no other file that would be lost.
+    """Check that the file of --save-recipe can be written, and would not replace a file that is not a recipe.
 
     Raises:
-        OutputError: it cannot, or it is.
+        OutputError: it cannot be written, or is another kind of file.
     """
     check_file(path)
     if path.exists():
@@ -316,7 +316,7 @@ def write_recipe(recipe: Recipe, path: Path | None) -> None:
 
 
 def flags_of(recipe: Recipe) -> list[str]:
-    """The options that ask for a recipe that is complete, apart from its profiles and long prompts."""
+    """The options that reproduce a complete recipe, apart from its profiles and long prompts."""
     return [
         word
         for name, value in recipe.options.items()

@@ -1,4 +1,4 @@
-"""`kvsurgery report`: a page of results, or of several checkpoints side by side."""
+"""`kvsurgery report`: write a page of results, or compare several checkpoints on one page."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     several, OUT gets a page with a table of the checkpoints, the settings of each sweep, and a chart of quality against
     the bytes of the KV cache.
 
-    All results must be of one original and of the same samples; others are refused. Differences in settings, versions
-    or devices are listed on the page.
+    All results must belong to the same original and the same samples; otherwise the command stops. Differences in
+    settings, versions or devices are listed on the page.
 
     \b
     kvsurgery report report/

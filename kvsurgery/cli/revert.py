@@ -1,4 +1,4 @@
-"""`kvsurgery revert`: the way back."""
+"""`kvsurgery revert`: restore the original checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvsurgery.cli.running import typed_command
 def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     """Restore the original of the converted checkpoint or adapter DIR, byte for byte.
 
-    DIR holds all that is needed. Every restored tensor and file must match the hash that the conversion recorded. To
+    The source is not needed. Every restored tensor and file must match the hash that the conversion recorded. To
     resume an interrupted run, rerun the same command.
 
     \b

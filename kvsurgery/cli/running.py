@@ -1,4 +1,4 @@
-"""Options of the commands that run models, each defined once: where, in which dtype, on which text, from which seed."""
+"""Options and helpers of the commands that run models: device, dtype, seed, remote code, revision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POSITIVE = click.IntRange(min=1)
 
 
 class Device(click.ParamType):
-    """cpu, cuda, or one of several GPUs, cuda:1."""
+    """A device: cpu, cuda, or one of several GPUs such as cuda:1."""
 
     name = "device"
 
@@ -48,7 +48,7 @@ revision_option = click.option("--revision", help="Branch, tag or commit on the 
 
 
 def check_revision(source: str, revision: str | None) -> None:
-    """Refuse the revision of a folder, which would make no difference.
+    """Refuse --revision with a folder, where it would have no effect.
 
     Raises:
         UsageError: a revision is given with a folder.
@@ -58,12 +58,12 @@ def check_revision(source: str, revision: str | None) -> None:
 
 
 def typed_command(without: str | None = None, more: Sequence[str] = ()) -> str:
-    """The command as it was typed, for results and hints that name it; without an option, and with more words."""
+    """The command as typed, for results and hints; without one option, and with more words."""
     return shlex.join(["kvsurgery", *(word for word in sys.argv[1:] if word != without), *more])
 
 
 def with_value(option: str, value: object) -> str:
-    """The command as it was typed, with another value of an option."""
+    """The command as typed, with another value of an option."""
     words, rest = [], iter(sys.argv[1:])
     for word in rest:
         if word == option:
@@ -76,17 +76,17 @@ def with_value(option: str, value: object) -> str:
 def reserve(reservation: AbstractContextManager[None]) -> None:
     """Keep other processes from writing a command's output until the command ends.
 
-    Of processes that a launcher started, only the first one writes, and has the lock.
+    Of the processes that a launcher started, only the first one writes, so only this one takes the lock.
 
     Raises:
-        OutputError: another process writes it, or it cannot be written.
+        OutputError: another process writes to it, or it cannot be written.
     """
     if os.environ.get("RANK", "0") == "0":
         click.get_current_context().with_resource(reservation)
 
 
 def quiet_transformers() -> None:
-    """Load transformers, which takes seconds and is said first, and keep its warnings and progress bars off stderr."""
+    """Import transformers, after a message because it takes seconds, without its warnings and progress bars."""
     if "transformers" not in sys.modules and os.environ.get("RANK", "0") == "0":
         click.echo("loading torch and transformers", err=True)
     from transformers.utils import logging
@@ -96,9 +96,9 @@ def quiet_transformers() -> None:
 
 
 def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: str | None = None) -> str:
-    """The dtype to measure a folder or a Hub id in.
+    """The dtype in which to measure a folder or a Hub id.
 
-    "auto" becomes float32 where the CPU is slow in the checkpoint's dtype, which is said on stderr.
+    "auto" becomes float32, with a message on stderr, if the CPU is slow in the checkpoint's dtype.
     """
     from kvsurgery.checkpoint.dtype import INSTRUCTIONS, slow_on_cpu, stored_dtype
     from kvsurgery.display import console

@@ -1,4 +1,4 @@
-"""The checkpoint that a command converts, or that was converted, and warnings about a choice by memory."""
+"""The source of a conversion, and warnings about missing tensors, vLLM and memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Request:
-    """The checkpoint, profiles and recipe that a command is given.
+    """The checkpoint, profiles and recipe of a command.
 
     Raises:
-        UsageError: a folder has no revision.
+        UsageError: a revision is given with a folder.
     """
     from kvsurgery.conversion.request import Request
 
@@ -51,13 +51,13 @@ def warn_about_towers(prepared: PreparedConversion) -> None:
 
     for prefix, kind in prepared.checkpoint.model.unknown_modules.items():
         console.stderr.print(
-            f"the tensors of {prefix.rstrip('.')}, {short(kind)}, are copied without a check that none is missing, as "
-            "this type is not known; transformers names those that it misses when it loads the checkpoint"
+            f"the tensors of {prefix.rstrip('.')} are copied without a check for missing ones, because their type "
+            f"{short(kind)} is not known; transformers names missing tensors when it loads the checkpoint"
         )
 
 
 def warn_about_serving(prepared: PreparedConversion) -> None:
-    """Print what vLLM does not do with the conversion."""
+    """Print which features of the conversion vLLM refuses or ignores."""
     from kvsurgery.display import console
     from kvsurgery.vllm.forecast import serving_limits
 
@@ -66,7 +66,7 @@ def warn_about_serving(prepared: PreparedConversion) -> None:
 
 
 def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:
-    """Print what a choice by memory does not take into account, and the command that measures it."""
+    """Print what `fit` does not account for, and the command that measures losses."""
     from kvsurgery.display import console
 
     fit, positions = prepared.decision.fit, prepared.checkpoint.positions
@@ -74,16 +74,14 @@ def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:
         return
     demand = fit.demand
     if positions is not None and positions < demand.context:
-        console.stderr.print(
-            f"--context {demand.context} is beyond the {positions} positions that the model was made for"
-        )
+        console.stderr.print(f"--context {demand.context} exceeds the {positions} positions of the model")
     budgeted = prepared.policy.recipe.budgeted
     if fit.choice.budget and not demand.new_tokens and budgeted and budgeted.hold is None:
         console.stderr.print(
-            "budgeted heads keep every generated token; `kvsurgery fit --new-tokens` makes room for these"
+            "budgeted heads keep every generated token; `kvsurgery fit --new-tokens` reserves memory for them"
         )
     if fit.losses is None:
         model_words = [request.place, *(["--revision", request.revision] if request.revision else [])]
         measure = ["kvsurgery", "profile", "compute", *model_words, "--method", "kv-bits", "--text", "TEXT"]
         command = shlex.join([*measure, "-o", "losses.safetensors"])
-        console.stderr.print(f"Measure what caches lose, for --kv-measured losses.safetensors: {command}")
+        console.stderr.print(f"Measure cache losses, for --kv-measured losses.safetensors: {command}")

@@ -1,4 +1,4 @@
-"""The options of tasks, for all commands that evaluate."""
+"""The options of evaluation tasks, for `eval` and `sweep`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def task_options(command: Any) -> Any:
 
 
 def out_option(default: str) -> Callable[[Any], Any]:
-    """The folder that an evaluation fills."""
+    """The option --out of an evaluation, with a default folder."""
     return basic(
         click.option(
             "--out",
@@ -69,13 +69,13 @@ def out_option(default: str) -> Callable[[Any], Any]:
 
 
 def tasks_of(ctx: click.Context, preset: Mapping[str, Any] = {}) -> dict[str, Task]:
-    """The chosen tasks by name, checked as far as that needs no model.
+    """The chosen tasks by name, after all checks that need no model.
 
     Args:
-        preset: values by option, for those that were not typed.
+        preset: values by option, for options that were not given.
 
     Raises:
-        UsageError: an option belongs to tasks that are not asked for.
+        UsageError: an option belongs to tasks that were not chosen.
         KVSurgeryError: a setting is out of range, or an input cannot be read.
     """
     task_names = chosen(ctx, "tasks", preset)

@@ -1,4 +1,4 @@
-"""`kvsurgery verify`: check that a converted checkpoint is what its conversion wrote."""
+"""`kvsurgery verify`: check a converted checkpoint against its recorded hashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvsurgery.cli.running import chosen_dtype, dtype_option
 )
 @click.option("--hashes", is_flag=True, help="Print the SHA-256 of each emitted .py file, as the model card does.")
 @dtype_option
-@click.option("--jobs", type=click.IntRange(min=1), help="Number of threads that hash.  [default: 4]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Number of hashing threads.  [default: 4]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def verify(
@@ -38,8 +38,8 @@ def verify(
     """Check the converted checkpoint or adapter DIR against the hashes that its conversion recorded.
 
     Emitted code, configs and copied files must match their hashes. Every tensor is put back into its original order and
-    must match the hash of the original. On a mismatch the exit code is 3, and the error names the file or tensor; with
-    --json, "mismatch" has it too.
+    must match the hash of the original. On a mismatch, the exit code is 3, and the error names the file or tensor; with
+    --json, the field "mismatch" has the same message.
 
     \b
     kvsurgery verify ./llama3-duo

@@ -1,1 +1,1 @@
-"""What people see: tables, progress and pictures."""
+"""Output for people: tables, progress and pictures."""

@@ -1,4 +1,4 @@
-"""What people see: tables on stdout, progress and hints on stderr."""
+"""Console output: tables on stdout, progress and hints on stderr."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def table(
     """A table whose first `left` and last `notes` columns are text and the rest numbers, aligned right.
 
     Args:
-        keys: columns that say which row it is, and are repeated where a table is printed in several blocks; by default
-            the first `left` ones.
+        keys: number of first columns that identify a row; they are repeated if the table is printed in several blocks.
+            By default `left`.
     """
     texts = [[str(cell) for cell in row] for row in rows]
     return WideTable(
@@ -69,7 +69,7 @@ def table(
 
 
 def fits(content: WideTable) -> bool:
-    """Whether a table takes few blocks where stdout goes."""
+    """Whether a table fits stdout in few blocks."""
     return len(content.blocks(room_of(stdout))) <= MOST_BLOCKS
 
 
@@ -78,7 +78,7 @@ GRACE = 2.0  # seconds that people wait without a word
 
 @contextmanager
 def drawing_progress() -> Generator[Progress]:
-    """Show the progress of the pictures of a page where they take longer than a moment."""
+    """Show progress while the pictures of a page are drawn, if that takes longer than a moment."""
     with step_progress("drawing", grace=GRACE) as advance:
         yield advance
 
@@ -92,7 +92,7 @@ def byte_progress(
     It appears with the first byte: a refusal stands alone.
 
     Yields:
-        What to call with bytes done, from any thread.
+        A function to call with the number of bytes done, from any thread.
     """
     if not draws_bars():
         done, lock = 0, threading.Lock()
@@ -119,13 +119,13 @@ def byte_progress(
 def step_progress(label: str, clock: Callable[[], float] = time.monotonic, grace: float = 0.0) -> Generator[Progress]:
     """Show the progress of counted steps, each with a note.
 
-    Long work has an estimate of the whole after its first step.
+    After the first step of long work, an estimate of the whole time is shown.
 
     Args:
         grace: seconds before anything is shown; work that ends within them shows nothing.
 
     Yields:
-        What to call with steps done, of how many, and the note.
+        A function to call with the steps done, their total, and the note.
     """
     if not draws_bars():
         with _lines(ProgressLines(label, str, _say, clock, announce=True, grace=grace)) as lines:
@@ -150,7 +150,7 @@ def step_progress(label: str, clock: Callable[[], float] = time.monotonic, grace
 
 
 def draws_bars() -> bool:
-    """Whether stderr can redraw a line: it is a terminal, whatever the environment says of colors."""
+    """Whether stderr is a terminal, which can redraw a line, regardless of the environment's color settings."""
     return stderr.file.isatty() and not stderr.is_dumb_terminal
 
 

@@ -1,4 +1,4 @@
-"""The pictures that commands and reports show: as files, and as SVG inside a page."""
+"""Matplotlib figures of commands and reports, as files and as SVG inside a page."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this many inches."""
+    """An empty figure of a size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def check_picture(path: Path) -> None:
-    """Check that a picture can be written, before the work that it will show.
+    """Check that a picture can be written, before the work whose result it will show.
 
     Raises:
-        OutputError: it cannot, or its ending is not a picture format.
+        OutputError: it cannot be written, or its suffix is not a picture format.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -40,10 +40,10 @@ def check_picture(path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write it in the format of the path's ending.
+    """Write a figure in the format of the path's suffix.
 
     Raises:
-        OutputError: the file cannot be written, or its ending is not a picture format.
+        OutputError: the file cannot be written, or its suffix is not a picture format.
     """
     try:
         figure.savefig(path, dpi=150)
@@ -55,10 +55,10 @@ def inline_svg(figure: Figure, name: str, alt: str, colors: Mapping[str, str]) -
     """The figure as an SVG element of a page, whose style sheet decides font and colors.
 
     Args:
-        figure: what to show; text stays text.
-        name: what its ids begin with, since those of a page must differ.
-        alt: what it shows, for those who cannot see it.
-        colors: CSS variables by the colors, as #rrggbb, that they take the place of.
+        figure: the figure; its text stays text.
+        name: the prefix of its ids, which must be unique in a page.
+        alt: a description for screen readers.
+        colors: from colors of the figure, as #rrggbb, to the CSS variables that replace them.
     """
     import matplotlib
 

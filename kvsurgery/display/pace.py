@@ -1,4 +1,4 @@
-"""How long some work takes, and lines that say so where no progress bar can be drawn."""
+"""Time estimates for long work, and progress as plain lines where no bar can be drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Pace:
     """The time that counted work takes, estimated from what has been done so far.
 
     Args:
-        clock: seconds from some moment on.
+        clock: a clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -23,8 +23,8 @@ class Pace:
     def estimate(self, done: int, total: int | None) -> tuple[float, float] | None:
         """Seconds of the whole work and seconds left; None before the first step is done.
 
-        Work that goes on from an earlier run begins with more than one step done, which say nothing of the time. While
-        the total is not known, work is being prepared, whose time is not counted.
+        Work that continues an earlier run starts with several steps done, which do not count for the pace. While
+        the total is unknown, work is being prepared, and its time is not counted.
         """
         now = self.clock()
         if total is None:
@@ -40,13 +40,13 @@ class Pace:
 
 
 class ProgressLines:
-    """Progress as plain lines: what the work begins with, then a line every half minute, and one at its end.
+    """Progress as plain lines: one at the start, one every half minute, and one at the end.
 
     Args:
-        label: what is being done.
-        count: a count as people read it.
+        label: the name of the work.
+        count: formats a count for people.
         say: prints a line.
-        clock: seconds from some moment on.
+        clock: a clock in seconds.
         announce: whether the first step is followed by an estimate of the whole.
         grace: seconds without a line; work that ends within them has none.
     """
@@ -68,7 +68,7 @@ class ProgressLines:
         self.lock = threading.Lock()
 
     def update(self, done: int, total: int | None, note: str = "") -> None:
-        """Tell what is done, of how many, and how it goes; from any thread."""
+        """Report progress: the amount done, the total, and a note; from any thread."""
         with self.lock:
             is_beginning = self.is_silent or (self.last is None and done == 0)
             self.last = done, total, note
@@ -76,7 +76,7 @@ class ProgressLines:
             now = self.pace.clock()
             if now - self.start < self.grace:
                 return
-            if done == total:  # `close` says so
+            if done == total:  # `close` prints the last line
                 return
             if self.announce and estimate and (text := whole_time(estimate[0])):
                 self._say(f"{self._line(*self.last)}, {text}", now)
@@ -85,7 +85,7 @@ class ProgressLines:
             self.announce = self.announce and not estimate
 
     def close(self) -> None:
-        """Say how far the work came, if any of it is done."""
+        """Print the last line, if any work is done."""
         if self.last is not None and self.last[0] and not self.is_silent:
             self.say(self._line(*self.last))
 
@@ -101,12 +101,12 @@ class ProgressLines:
 
 
 def whole_time(seconds: float) -> str:
-    """An estimate of the whole work; empty where it is too short to need one."""
+    """An estimate of the whole time as text; empty if it is too short to need one."""
     return f"about {duration(seconds)} in all" if seconds >= EVERY else ""
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 45 s, 12 min, 3 h 05 min."""
+    """A duration as text: 45 s, 12 min, 3 h 05 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

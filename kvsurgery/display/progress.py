@@ -1,4 +1,4 @@
-"""`Progress`: who is told how far some work is."""
+"""`Progress`: the callback for progress of long work."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called with what is done, of how much (None: unknown), and how it goes."""
+    """Called with the amount done, the total (None if unknown), and a note."""
 
     def __call__(self, done: int, total: int | None, note: str = "", /) -> None: ...
 
 
 def silent(*_: object) -> None:
-    """Progress that nobody is told of."""
+    """Progress that is not shown."""

@@ -1,4 +1,4 @@
-"""`WideTable`: a table that fits the place where it is printed, without a number cut."""
+"""`WideTable`: a table that fits the terminal or the file without truncating a number."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Column:
     """A heading and the cells below it, each of one line or several.
 
     Attributes:
-        is_text: it is aligned left and may be folded; others hold numbers, which never are.
+        is_text: whether the column is text, which is aligned left and may be folded; numbers are never folded.
     """
 
     heading: str
@@ -38,15 +38,15 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Columns that its longest line takes."""
+        """The width of its longest line."""
         return max(cell_len(line) for text in (self.heading, *self.cells) for line in text.split("\n"))
 
     def compact(self) -> Column:
-        """The column of numbers with each word of its heading on a line of its own; one of texts as it is."""
+        """The column with each word of its heading on a line of its own; a column of texts does not change."""
         return self if self.is_text else replace(self, heading=self.heading.replace(" ", "\n"))
 
     def folded(self, width: int, *, breaks_words: bool = False) -> Column:
-        """The column with its texts in lines of at most a width, as far as their words allow that."""
+        """The column with its texts folded to a width, as far as the lengths of their words allow."""
         texts = ["\n".join(_folded(text, width, breaks_words)) for text in (self.heading, *self.cells)]
         return replace(self, heading=texts[0], cells=tuple(texts[1:]))
 
@@ -55,13 +55,13 @@ class Column:
 class WideTable:
     """A table as wide as it has to be, and no wider than the terminal, or than `USUAL` columns in a file.
 
-    What is too wide gets narrow gaps and headings with each word on a line of its own; then its texts are folded; then
-    its columns go on in further blocks below, each of which begins with the same first columns.
+    A table that is too wide first gets narrow gaps, and headings with each word on a line of its own. Then its texts
+    are folded. Then its columns continue in further blocks below, each of which begins with the same first columns.
 
     Attributes:
-        title: above it.
-        columns: all of one height.
-        keys: how many of the first columns every block begins with.
+        title: the line above the table.
+        columns: all with the same number of cells.
+        keys: number of first columns that every block repeats.
     """
 
     title: str
@@ -77,7 +77,7 @@ class WideTable:
         yield from self.blocks(room)
 
     def blocks(self, room: int) -> list[Table]:
-        """The table, or as many that lie below each other as the room asks for."""
+        """The table, split into as many blocks as its width requires."""
         if _total(self.columns, gap=WIDE) <= room:
             return [_drawn(self.columns, gap=WIDE)]
         columns = [column.compact() for column in self.columns]
@@ -92,7 +92,7 @@ class WideTable:
         ]
 
     def _split(self, columns: Sequence[Column], room: int) -> Iterator[list[Column]]:
-        """The columns in blocks that can be made to fit, each with the keys and at least one more."""
+        """Split the columns into blocks that can fit, each with the key columns and at least one more."""
         keys = list(columns[: self.keys])
         block = list[Column]()
         for column in columns[self.keys :]:
@@ -104,7 +104,7 @@ class WideTable:
 
 
 def room_of(console: Console) -> int:
-    """Columns that lines may take: of a terminal its own; in a file `USUAL`, unless COLUMNS says otherwise."""
+    """The available width: the terminal's; in a file `USUAL`, unless COLUMNS is set."""
     if console.file.isatty():
         return max(console.width, NARROWEST)
     columns = os.environ.get("COLUMNS", "")
@@ -112,7 +112,7 @@ def room_of(console: Console) -> int:
 
 
 def _fit(columns: Sequence[Column], room: int, *, breaks_words: bool = False) -> list[Column]:
-    """The columns with the widest texts folded, until all fit into the room or no text can be folded further."""
+    """Fold the widest texts until all columns fit the available width, or no text can be folded further."""
     narrowed = list(columns)
     while (excess := _total(narrowed, gap=COMPACT) - room) > 0:
         texts = [place for place, column in enumerate(narrowed) if column.is_text]
@@ -129,7 +129,7 @@ def _fit(columns: Sequence[Column], room: int, *, breaks_words: bool = False) ->
 
 
 def _folded(text: str, width: int, breaks_words: bool) -> Iterator[str]:
-    """The lines of a text, broken at spaces and after slashes, underscores and hyphens; of words, no number is."""
+    """Break a text into lines at spaces, and inside words after slashes, underscores and hyphens; never in numbers."""
     line = ""
     for piece in BREAKS.split(text):
         if line and cell_len(line + piece.rstrip()) > width:

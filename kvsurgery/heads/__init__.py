@@ -1,1 +1,1 @@
-"""The heads that models have, the kinds that they become, and how config.json says so."""
+"""Heads of a model: dimensions, kinds, and their description in config.json."""

@@ -1,4 +1,4 @@
-"""The attention dimensions of a model, shared by every artifact, and what its layers are."""
+"""The attention dimensions of a model, shared by every artifact, and the attention of its layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 class ModelDimensions:
     """Attention dimensions; a group is the query heads that share one KV head.
 
-    Where layers differ, these are the dimensions of the full-attention layers, whose heads a profile scores.
+    If layers differ, these are the dimensions of the full-attention layers, whose heads a profile scores.
     """
 
     layers: int
@@ -27,12 +27,12 @@ class ModelDimensions:
 
     @property
     def query_width(self) -> int:
-        """Elements of the queries of a token, over all layers."""
+        """Elements of a token's queries, over all layers."""
         return self.layers * self.query_heads * self.head_dim
 
     @property
     def heads(self) -> str:
-        """KV heads and their size, in words."""
+        """The number and size of the KV heads, as text."""
         return f"{self.kv_heads} KV heads of {self.head_dim}"
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class ModelDimensions:
 
 
 def attention_name(window: int | None) -> str:
-    """What attention a layer has whose own window this is, as in `ModelLayers.windows`."""
+    """The attention of a layer as text, from its entry in `ModelLayers.windows`."""
     if window == 0:
         return "linear attention"
     return "full attention" if window is None else f"a sliding window of {window} tokens"
@@ -48,14 +48,14 @@ def attention_name(window: int | None) -> str:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """What attention each layer of a model has, and where its KV cache is.
+    """The attention of each layer of a model, and the layers that share a KV cache.
 
     Attributes:
         dimensions: of the layers with full attention.
         windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
         chunked: whether windows are chunks.
-        sliding: dimensions of the layers with a window, where these are others.
-        sources: the layers that share the KV cache of an earlier one, and which.
+        sliding: dimensions of the layers with a window, if they differ from the model's.
+        sources: from each layer that shares the KV cache of an earlier layer to that layer.
     """
 
     dimensions: ModelDimensions
@@ -66,5 +66,5 @@ class ModelLayers:
 
     @property
     def eligible(self) -> np.ndarray:
-        """bool [layers]: those with full attention and a KV cache of their own."""
+        """bool [layers]: whether a layer has full attention and a KV cache of its own."""
         return np.array([window is None and layer not in self.sources for layer, window in enumerate(self.windows)])

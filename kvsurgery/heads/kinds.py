@@ -1,4 +1,4 @@
-"""The kinds of KV heads: their names and words, and how many heads of a layout are of each."""
+"""The kinds of KV heads: their names, their words, and their numbers in a layout."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class HeadKind:
 
     Attributes:
         name: in recipes and facts.
-        keeps: what such heads do, after their number.
-        count: number of heads of this kind in a layer.
-        quantized: whether those are quantized, in a layer that has a quantized cache.
-        label: in tables and legends.
-        own: whether it comes from the model, so that no policy decides it.
+        keeps: what such heads keep, as text that follows their number.
+        count: returns the number of heads of this kind in a layer.
+        quantized: whether these heads are quantized in a layer with a quantized cache.
+        label: name in tables and legends.
+        own: whether the kind comes from the model and not from a policy.
     """
 
     name: str
@@ -41,7 +41,7 @@ class HeadKind:
 
     @property
     def heads(self) -> str:
-        """Heads of this kind, in words."""
+        """The plural of this kind, as text."""
         return f"heads with the model's {self.label}" if self.own else f"{self.name} heads"
 
 
@@ -50,8 +50,8 @@ class OtherKind(HeadKind):
     """A kind that a policy gives to heads that are not full.
 
     Attributes:
-        verb: what such heads do, in a word or two after their number.
-        sizes: what the heads of some layers keep, in tokens, after `heads`.
+        verb: what such heads do, as a word or two that follow their number.
+        sizes: returns what the heads of some layers keep, in tokens, as text that follows `heads`.
     """
 
     verb: str
@@ -117,22 +117,22 @@ OTHERS = (STREAMING, BUDGETED)  # those of `Rest`
 
 
 def kind_of(head: str | int) -> HeadKind:
-    """The kind of a head that `head_list` gives the name of its kind, or its budget."""
+    """The kind of a head from its entry in `head_list`, which is a name or a budget."""
     return BUDGETED if isinstance(head, int) else NAMED[head]
 
 
 def kinds_of(heads: Iterable[Sequence[str | int]]) -> Counter[HeadKind]:
-    """Number of KV heads of each kind in all layers, from a `head_list` of each."""
+    """The number of KV heads of each kind in all layers, from the `head_list` of each layer."""
     return Counter(kind_of(head) for layer in heads for head in layer)
 
 
 def decided_kinds(heads: Iterable[Sequence[str | int]], full_heads: Iterable[int | None]) -> Counter[HeadKind]:
-    """Number of KV heads of each kind in the layers that a policy decides, of which `full_heads` has a count."""
+    """The number of KV heads of each kind in the layers that a policy decides, which have a count in `full_heads`."""
     return kinds_of(layer for layer, full_count in zip(heads, full_heads, strict=True) if full_count is not None)
 
 
 def head_list(layer: LayerLayout) -> tuple[str | int, ...]:
-    """What each head of a layer is, in order: the name of its kind, or its budget in tokens."""
+    """The heads of a layer in order: the name of each head's kind, or its budget in tokens."""
     other_kind = next((kind for kind in KINDS if kind is not FULL and kind.count(layer)), FULL)
     budgets = iter(layer.budgets)
     return tuple(
@@ -143,16 +143,16 @@ def head_list(layer: LayerLayout) -> tuple[str | int, ...]:
 
 
 def full_heads(layer: LayerLayout) -> tuple[int, ...]:
-    """The original's KV heads that keep every token, in order."""
+    """The indices of the original's KV heads that keep every token, in order."""
     return tuple(head for head, kind in zip(layer.order, head_list(layer), strict=True) if kind == FULL.name)
 
 
 def counts(layout: KVLayout) -> dict[HeadKind, int]:
-    """Number of KV heads of each kind."""
+    """The number of KV heads of each kind."""
     return {kind: sum(map(kind.count, layout.layers)) for kind in KINDS}
 
 
 def unquantized(layout: KVLayout) -> list[HeadKind]:
-    """The kinds of which heads stay in the model's dtype in layers with a quantized cache."""
+    """The kinds of heads that keep the model's dtype in layers with a quantized cache."""
     layers = [layer for layer in layout.layers if layer.quantization]
     return [kind for kind in KINDS if any(kind.count(layer) and not kind.quantized(layer) for layer in layers)]

@@ -1,4 +1,4 @@
-"""The context lengths that KV bytes are given for, and their names."""
+"""The context lengths for which KV bytes are shown, and their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNITS = {"M": 1 << 20, "k": 1 << 10}
 
 
 def lengths_of(config: Any) -> tuple[int, ...]:
-    """Numbers of tokens to give KV bytes for, ascending: the last one is the model's own maximum.
+    """The numbers of tokens for which to show KV bytes, ascending; the last one is the model's own maximum.
 
     Args:
         config: a transformers config, or the dict of a config.json.
@@ -26,7 +26,7 @@ def lengths_of(config: Any) -> tuple[int, ...]:
 
 
 def length_name(tokens: int) -> str:
-    """A number of tokens for people: "500", "40k", "1M", "32,000"."""
+    """A number of tokens as text: "500", "40k", "1M", "32,000"."""
     for name, unit in UNITS.items():
         if tokens >= unit and tokens % unit == 0:
             return f"{tokens // unit}{name}"

@@ -9,7 +9,7 @@ from kvsurgery.templates.kv_layout import VERSION, KVLayout, LayerLayout, Select
 
 
 def layout_section(layout: KVLayout) -> dict[str, Any]:
-    """What the section says of a layout."""
+    """The section for a layout."""
     return {
         "version": VERSION,
         "head_dim": layout.head_dim,
@@ -35,15 +35,14 @@ def _layer_section(layer: LayerLayout) -> dict[str, Any]:
 
 
 def selection_section(selection: Selection) -> dict[str, Any]:
-    """The entry that says how budgeted heads select, without what is not set."""
+    """The entry about the selection of budgeted heads, without unset values."""
     return {name: value for name, value in asdict(selection).items() if value is not None}
 
 
 def quantization_section(layout: KVLayout) -> dict[str, Any] | None:
     """The entry of a quantized cache: the fields of `Quantization`.
 
-    A field that differs between layers is a list by layer, of which `bits` is None where a layer keeps the model's
-    dtype.
+    A field that differs between layers is a list by layer; `bits` is None for a layer that keeps the model's dtype.
     """
     if layout.quantization is None:
         return None

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: headers before weights on the way in, one atomic commit on the way out.
+"""The Hugging Face Hub: downloads that fetch headers before weights, and uploads in one atomic commit.
 
 Runs on huggingface_hub 0.34 to 2.x.
 """

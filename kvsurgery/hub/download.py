@@ -1,4 +1,4 @@
-"""Checkpoints from the Hub, headers before weights: what cannot be converted is refused in seconds."""
+"""Download checkpoints from the Hub, headers before weights, to refuse unsupported checkpoints in seconds."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RemoteCheckpoint:
     """A checkpoint on the Hub as a folder without weights.
 
     Attributes:
-        folder: configs, index, card and provenance complete; of each shard the header, then a hole up to the true size,
-            so that headers are read as those of a local checkpoint. Offline, the cached snapshot itself.
+        folder: a folder with complete configs, index, card and provenance. Each shard has its header, then a hole up to
+            the true size, so that headers are read as in a local checkpoint. Offline, the cached snapshot itself.
         commit: its commit.
-        files: the names of all files of that commit.
+        files: the names of all files of this commit.
         shards: by name, the shards whose headers were fetched.
     """
 
@@ -51,10 +51,10 @@ class RemoteCheckpoint:
 
 
 def fetch_config(repo_id: str, revision: str | None = None, name: str = CONFIG) -> tuple[Path, str]:
-    """Fetch config.json, or another small file, alone.
+    """Download only config.json, or another small file.
 
     Returns:
-        Its folder in the Hub's cache, and the commit. Asked for by branch or tag, it is found again offline.
+        Its folder in the Hub's cache, and the commit. A file that was fetched by branch or tag is also found offline.
 
     Raises:
         HubError: it cannot be had; the line says why and what to do.
@@ -67,7 +67,7 @@ def fetch_config(repo_id: str, revision: str | None = None, name: str = CONFIG) 
 
 
 def fetch_adapter(repo_id: str, revision: str | None = None) -> Path:
-    """Download an adapter into the Hub's cache, without pickles and what a training leaves behind.
+    """Download an adapter into the Hub's cache, without pickles and training leftovers.
 
     Raises:
         HubError: it cannot be had; the line says why and what to do.
@@ -81,7 +81,7 @@ def fetch_adapter(repo_id: str, revision: str | None = None) -> Path:
 
 @contextmanager
 def headers(repo_id: str, revision: str | None = None) -> Generator[RemoteCheckpoint]:
-    """Fetch a checkpoint without its weights; the folder is removed afterwards.
+    """Fetch a checkpoint without its weights into a folder that is removed afterwards.
 
     Errors raised inside the block name the repository in place of the temporary folder.
 
@@ -118,8 +118,8 @@ def fetch_checkpoint(
     """Download a checkpoint into the Hub's cache; a second call downloads only what is missing.
 
     Args:
-        repo_id, revision: what to fetch; a branch or tag is pinned to its commit first.
-        check: called with the folder of `headers` before any weight is downloaded; what it raises ends the call.
+        repo_id, revision: the checkpoint; a branch or tag is pinned to its commit first.
+        check: called with the folder of `headers` before any weight is downloaded; its errors end the call.
 
     Returns:
         The snapshot folder and its commit.

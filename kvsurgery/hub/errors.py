@@ -1,6 +1,6 @@
-"""What the Hub's library raises, in one line each.
+"""Errors of huggingface_hub, explained in one line each.
 
-Between 0.34 and 2.x huggingface_hub has used requests, httpx and httpx2, and lets their exceptions through.
+Between 0.34 and 2.x, huggingface_hub has used requests, httpx and httpx2, and does not wrap their exceptions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvsurgery.system.repo_id import did_you_mean
 
 @contextmanager
 def explained(repo_id: str, revision: str | None = None, name: str = CONFIG) -> Generator[None]:
-    """Turn whatever the Hub's library raises into one line with the fix; `name` is the file that is fetched first."""
+    """Turn any exception of huggingface_hub into one line with the fix; `name` is the file that is fetched first."""
     try:
         yield
     except KVSurgeryError:
@@ -38,10 +38,10 @@ def explained(repo_id: str, revision: str | None = None, name: str = CONFIG) -> 
 
 @contextmanager
 def no_such_folder(repo_id: str) -> Generator[None]:
-    """Where the Hub fails inside, its error also says that no such folder is here: a mistyped path looks like a Hub id.
+    """Add to errors of the Hub that there is no such local folder, because a mistyped path looks like a Hub id.
 
     Raises:
-        HubError: as raised inside.
+        HubError: as raised inside the block.
     """
     try:
         yield
@@ -98,10 +98,10 @@ def _explain(error: BaseException, repo_id: str, revision: str | None, name: str
 
 
 def in_transport(error: BaseException) -> bool:
-    """Whether it comes from the HTTP client that the Hub's library uses: requests, httpx or httpx2."""
+    """Whether an exception comes from the HTTP client of huggingface_hub: requests, httpx or httpx2."""
     return type(error).__module__.startswith(("requests", "urllib3", "http"))
 
 
 def _line(message: object) -> str:
-    """A message, in one line of bearable length."""
+    """A message in one line of limited length."""
     return " ".join(str(message).split())[:300] or type(message).__name__

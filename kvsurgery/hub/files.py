@@ -1,4 +1,4 @@
-"""Single files of a repository, such as a published head profile."""
+"""Download single files of a repository, such as a published head profile."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvsurgery.system.repo_id import HubFile
 def fetch_file(
     file: HubFile, max_bytes: int, *, inside: str | None = None, beside: str | None = None
 ) -> tuple[Path, HubFile]:
-    """Download one file into the Hub's cache. Asked for by branch or tag, it is found again offline.
+    """Download one file into the Hub's cache. A file that was fetched by branch or tag is also found offline.
 
     Args:
-        file: which; its path may be a folder if `inside` is given.
-        max_bytes: bytes that it may have.
+        file: the file; its path may be a folder if `inside` is given.
+        max_bytes: the largest size that is accepted.
         inside: name of the file in that folder.
-        beside: name of a second file of the same folder, which is downloaded too where there is one.
+        beside: name of a second file of the same folder, which is downloaded too if it exists.
 
     Returns:
-        Where it is in the cache, and its address, by commit.
+        The path in the cache, and the address with the commit.
 
     Raises:
         HubError: it cannot be had, or is larger; the line says why and what to do.

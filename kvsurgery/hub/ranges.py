@@ -1,7 +1,7 @@
-"""`RemoteFile`: a file of one commit by ranges, refused when it changes, read on where a connection breaks.
+"""`RemoteFile`: read a file of one commit by HTTP ranges, resume broken connections, and refuse changed files.
 
-Every request begins at the Hub's resolve URL, whose redirect to a CDN is signed for a while only, so that no request
-outlives its signature. Files in Xet storage are served through the same URL.
+Every request starts at the Hub's resolve URL. Its redirect to a CDN has a signature that expires soon, so URLs of the
+CDN are never reused. Files in Xet storage are served through the same URL.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class RemoteFile:
     """One file of a commit.
 
     Attributes:
-        repo_id, commit, name: which.
-        size: bytes, known after the first request.
-        etag: the Hub's checksum of the content, None where it sends none.
-        fetched, requests: bytes of content that came so far, and how often some were asked for.
-        stopped: when set, nothing is tried again.
+        repo_id, commit, name: the file.
+        size: in bytes, known after the first request.
+        etag: the Hub's checksum of the content; None if it sends none.
+        fetched, requests: the bytes of content received so far, and the number of requests.
+        stopped: when set, nothing is retried.
     """
 
     def __init__(self, repo_id: str, commit: str, name: str) -> None:
@@ -45,11 +45,11 @@ class RemoteFile:
         self._lock = threading.Lock()
 
     def chunks(self, start: int, end: int) -> Generator[bytes]:
-        """The bytes from `start` to `end`, or to the end of the file, piece by piece.
+        """Read the bytes from `start` to `end`, or to the end of the file, in pieces.
 
         Raises:
-            HubError: the file changed since the first request, or the server cannot send ranges.
-            Exception: whatever the Hub's library raises, once retrying does not help.
+            HubError: the file changed since the first request, or the server does not support ranges.
+            Exception: any error of huggingface_hub that retrying does not solve.
         """
         failures = 0
         while start < self._last(end):
@@ -72,12 +72,12 @@ class RemoteFile:
                     raise
 
     def _last(self, end: int) -> int:
-        """The end of the file, if that is known and comes before `end`."""
+        """`end`, or the end of the file if that is known and comes first."""
         return end if self.size is None else min(end, self.size)
 
     @contextmanager
     def _answer(self, start: int, end: int) -> Generator[Iterator[bytes]]:
-        """The body of one request, its headers checked."""
+        """The body of one response, after its headers were checked."""
         url = hf_hub_url(self.repo_id, self.name, revision=self.commit)
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         options = {"headers": headers, "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
@@ -128,22 +128,22 @@ class RemoteFile:
 
 
 class _Broken(Exception):
-    """A connection or a signature ended before its time."""
+    """A connection broke, or a signature expired, before the end."""
 
 
 class _Empty(Exception):
-    """An empty file has no range at all."""
+    """The file is empty, so that no range exists."""
 
 
 def _first_header(responses: list[Any], header: str) -> str | None:
-    """A header of the first response that has it; storage behind a redirect knows neither commit nor checksum."""
+    """A header of the first response that has it; the storage behind a redirect sends neither commit nor checksum."""
     return next(
         (response.headers[header].removeprefix("W/") for response in responses if header in response.headers), None
     )
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether asking again may help."""
+    """Whether a retry may succeed."""
     response = getattr(error, "response", None)
     if response is not None:
         return response.status_code in (408, 429) or response.status_code >= 500
@@ -151,7 +151,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def wait(error: Exception, failures: int) -> int:
-    """Seconds to wait: what the server asks for, in one header or the other; else one, and then ever twice as long."""
+    """Seconds to wait before a retry: as the server asks for in a header, else with exponential backoff from one."""
     response, wait_match = getattr(error, "response", None), None
     if response is not None:
         wait_match = re.fullmatch(r"(\d+)", response.headers.get("Retry-After", ""))

@@ -1,4 +1,4 @@
-"""Checkpoints of the Hub that are converted while they are downloaded, with disk space for a single copy."""
+"""Stream checkpoints from the Hub: convert while downloading, with disk space for a single copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvsurgery.hub.ranges import RemoteFile
 
 @dataclass(frozen=True)
 class RemoteShard(Shard):
-    """A shard whose header was fetched; its tensors are fetched when they are read."""
+    """A remote shard with a fetched header; its tensors are fetched when they are read."""
 
     file: RemoteFile
 
@@ -34,10 +34,10 @@ class RemoteShard(Shard):
         return self.file.size, self.file.etag
 
     def check_unchanged(self) -> None:
-        """Nothing to do: every answer is checked to be of the commit."""
+        """Do nothing: every response is checked to belong to the commit."""
 
     def changed_after(self, moment: int) -> bool:
-        """Never: a commit does not change."""
+        """False: a commit does not change."""
         return False
 
     def stop(self) -> None:
@@ -45,7 +45,7 @@ class RemoteShard(Shard):
 
     @contextmanager
     def open(self, start: int, end: int) -> Generator[Read]:
-        """Ask for the bytes from `start` to `end`, which have to be read in order.
+        """Request the bytes from `start` to `end`, which must be read in order.
 
         Raises:
             HubError: they cannot be had; the line says why and what to do.
@@ -73,7 +73,7 @@ class Streamed:
     """A checkpoint on the Hub, complete except for its weights.
 
     Attributes:
-        folder: all files that conversion uses; of each shard the header, then a hole.
+        folder: all files that conversion uses; each shard has its header, then a hole.
         commit: its commit.
         connections: the best number of connections.
     """
@@ -96,7 +96,7 @@ class Streamed:
         return sum(file.requests for file in self._files)
 
     def fill(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint of the folder with tensors in place of holes."""
+        """The checkpoint of the folder, with shards that fetch their tensors in place of holes."""
         files = {file.name: file for file in self._files}
         shards = tuple(RemoteShard(**vars(shard), file=files[shard.name]) for shard in checkpoint.shards)
         return replace(checkpoint, shards=shards)
@@ -104,13 +104,14 @@ class Streamed:
 
 @contextmanager
 def stream_checkpoint(repo_id: str, revision: str | None, check: Callable[[Path], object]) -> Generator[Streamed]:
-    """Fetch a checkpoint without its weights, which are fetched when they are read; the folder is removed afterwards.
+    """Fetch a checkpoint whose weights are downloaded when they are read; the folder is removed afterwards.
 
-    Every answer has to be of the commit, and name the size and the checksum of the first answer for its file. The bytes
-    are not compared with the checksum, since no connection sees a whole file; those that `revert` restores can be.
+    Every response must belong to the commit, with the size and the checksum of the first response for its file. The
+    bytes are not compared with the checksum, because no connection sees a whole file; compare the files that `revert`
+    restores instead.
 
     Args:
-        repo_id, revision, check: as of `fetch_checkpoint`.
+        repo_id, revision, check: as in `fetch_checkpoint`.
 
     Raises:
         HubError: it cannot be had; the line says why and what to do.
@@ -127,7 +128,7 @@ def stream_checkpoint(repo_id: str, revision: str | None, check: Callable[[Path]
 
 
 def _complete(repo_id: str, remote: RemoteCheckpoint) -> None:
-    """Complete a folder of headers to that of `fetch_checkpoint`, except for the weights."""
+    """Add all files of `fetch_checkpoint` except for the weights to a folder of headers."""
     needed_files, folder = remote.needed_files, remote.folder.resolve()
     for path in folder.iterdir():
         if path.name not in needed_files:

@@ -42,10 +42,10 @@ class RemoteFolder:
     """The files of a repository's main branch, before a push.
 
     Attributes:
-        repo_id: with its owner.
-        commit: None where there is no such repository.
-        private: whether only its owner sees it.
-        names: of its files.
+        repo_id: the repository, with its owner.
+        commit: the latest commit; None if there is no such repository.
+        private: whether the repository is private.
+        names: the names of its files.
         git_files: the lines of its `.gitattributes` and `.gitignore`.
     """
 
@@ -57,7 +57,7 @@ class RemoteFolder:
 
     @classmethod
     def read(cls, repo_id: str) -> RemoteFolder:
-        """Ask the Hub, whose token this also checks, before hours of work depend on both.
+        """Read the repository, which also checks the token, before hours of work depend on both.
 
         Raises:
             HubError: there is no token, or the Hub refuses it or cannot be reached.
@@ -76,15 +76,16 @@ class RemoteFolder:
         return cls(repo_id, info.sha, bool(info.private), names, lines)
 
     def others(self, pushed_names: Collection[str]) -> list[str]:
-        """Files that would stay beside the pushed ones and can change what these load as, or how git stores them."""
+        """Other files in the repository that can change how the pushed files load, or how git stores them."""
         names = [name for name in self.names if name not in pushed_names and not _is_inert(name)]
         return [name for name in names if name not in self.git_files or not all(map(_is_of_lfs, self.git_files[name]))]
 
     def check(self, pushed_names: Collection[str], *, private: bool, delete_others: bool) -> None:
-        """Check that a push leaves the repository with what was pushed.
+        """Check that no other file in the repository would change the pushed model.
 
         Raises:
-            HubError: it is public, or has other files that would be loaded with the pushed ones.
+            HubError: the repository should be private but is public, or has files that would be loaded with the pushed
+                ones.
         """
         if private and not self.private:
             raise HubError(f"{self.repo_id} exists and is public; make it private in its settings, or push it publicly")
@@ -107,25 +108,25 @@ def push(
     delete_others: bool = False,
     extra_files: Mapping[str, Path | bytes] | None = None,
 ) -> str:
-    """Upload a folder as one commit, so that no reader ever sees half of it, and compare the Hub's checksums.
+    """Upload a folder in one commit, so that no reader ever sees half of it, and compare the Hub's checksums.
 
-    Weights go up before the commit and stay there, so a second call after a failure sends only what is missing. The
-    commit names the one that it replaces, so that a change by others in between is an error.
+    Weights are uploaded before the commit and stay on the Hub, so a second call after a failure sends only missing
+    files. The commit names its parent, so a change by someone else in between is an error.
 
     Args:
-        folder: everything in it is uploaded but hidden files and partial ones.
-        repo_id: created if it does not exist.
-        private: create it private; an existing public one is refused.
-        create_pr: open a pull request and leave main as it is.
-        delete_others: delete files that can change what the folder loads as; without it, they are refused.
-        extra_files: more files by their names in the repository; they replace files of the folder with the same names.
+        folder: the folder; all its files are uploaded, except for hidden and partial ones.
+        repo_id: the repository, which is created if it does not exist.
+        private: create a private repository; an existing public one is refused.
+        create_pr: open a pull request, and do not change main.
+        delete_others: delete files that can change how the folder loads; without this, they are refused.
+        extra_files: more files by name in the repository; they replace files of the folder with the same names.
 
     Returns:
         The URL of the repository, or of the pull request.
 
     Raises:
         HubError: the Hub cannot be reached or refuses; the line says why and what to do.
-        Mismatch: the Hub holds other bytes than the folder.
+        Mismatch: a file on the Hub differs from the local file.
     """
     api = HfApi()
     files: dict[str, Path | bytes] = {name: folder / name for name in pushed_files(folder)} | dict(extra_files or {})
@@ -175,13 +176,13 @@ def _is_inert(name: str) -> bool:
 
 
 def _is_of_lfs(line: str) -> bool:
-    """Whether a line of git's files says no more than which files are in LFS."""
+    """Whether a line of `.gitattributes` or `.gitignore` does nothing but assign files to LFS."""
     words = line.split()
     return not words or words[0].startswith("#") or set(words[1:]) == LFS_ATTRIBUTES
 
 
 def _same_content(addition: CommitOperationAdd, remote_file: RepoFile | None) -> bool:
-    """Whether the Hub's file is the local one: by SHA-256 where it lies in LFS, by git's object id elsewhere."""
+    """Whether the Hub's file equals the local one: by SHA-256 for LFS files, else by git's object id."""
     size = addition.upload_info.size
     if remote_file is None or remote_file.size != size:
         return False

@@ -1,1 +1,1 @@
-"""How right an answer is: metrics of benchmarks, 0 to 1."""
+"""Metrics of answers, as benchmarks define them, from 0 to 1."""

@@ -12,7 +12,7 @@ LETTERS = "ABCD"
 
 
 def chosen_option(answer: str, references: Sequence[str]) -> float:
-    """1 if an answer begins with the right letter or names it where answers do (InfiniteBench, questions on books).
+    """1 if an answer begins with the right letter, or names it in a usual phrase (InfiniteBench, questions on books).
 
     Args:
         references: the option's text and its letter.
@@ -30,13 +30,13 @@ def chosen_option(answer: str, references: Sequence[str]) -> float:
 
 
 def first_digits(answer: str, references: Sequence[str]) -> float:
-    """1 if the first digits said are the right ones (InfiniteBench, passkeys and strings of digits)."""
+    """1 if the first digits in an answer are the right ones (InfiniteBench, passkeys and strings of digits)."""
     match = re.search("[0-9]+", answer)
     return float(match is not None and match[0] == references[0])
 
 
 def first_number(answer: str, references: Sequence[str]) -> float:
-    """1 if the first number said is the right one; of an integer only what is before the point counts (Math.Find)."""
+    """1 if the first number in an answer is right; for an integer, digits after the point are ignored (Math.Find)."""
     match = re.search(r"([0-9]+)(\.[0-9]+)?", answer)
     if match is None:
         return 0.0
@@ -46,16 +46,16 @@ def first_number(answer: str, references: Sequence[str]) -> float:
 
 
 def says(answer: str, references: Sequence[str]) -> float:
-    """1 if the right answer is said somewhere, as it stands (SCBench, retrieval of strings)."""
+    """1 if an answer contains the right answer verbatim (SCBench, retrieval of strings)."""
     return float(references[0] in answer)
 
 
 def cloze_exact(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    """Share of the masks that an answer fills in right, as a Python or JSON object of texts by mask (LooGLE).
+    """Share of the masks that an answer fills in correctly, as a Python or JSON object of texts by mask (LooGLE).
 
     Args:
-        references: what belongs in each mask.
-        choices: how the masks are called.
+        references: the right text of each mask.
+        choices: the names of the masks.
     """
     answers = _dict_literal(answer)
     pairs = zip(choices, references, strict=True)
@@ -70,7 +70,7 @@ def cloze_partial(answer: str, references: Sequence[str], choices: Sequence[str]
 
 
 def _dict_literal(answer: str) -> dict[Any, Any]:
-    """What an answer says as a literal of a dictionary; an empty one if it is none."""
+    """Parse an answer as a dictionary literal; empty if it is not one."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of what is almost Python
             value = ast.literal_eval(answer.strip())
@@ -80,17 +80,17 @@ def _dict_literal(answer: str) -> dict[Any, Any]:
 
 
 def _same_integer(one: str, other: str) -> bool:
-    """Whether two integers are equal; texts, since what is said may have more digits than Python converts."""
+    """Whether two integers are equal, as texts, because an answer may have more digits than Python converts."""
     signs = (text.startswith("-") for text in (one, other))
     return len({*signs}) == 1 and one.lstrip("-0") == other.lstrip("-0")
 
 
 def _without(answer: str, characters: str) -> str:
-    """A text with spaces in place of some characters, and one space for several."""
+    """Replace some characters of a text by spaces, and several spaces by one."""
     return re.sub(" +", " ", answer.translate(dict.fromkeys(map(ord, characters), " ")))
 
 
 def _text_after(answer: str, phrases: Sequence[str]) -> str | None:
-    """What follows the first of some phrases that is in a text, and a space; None: none is."""
+    """The text after the first phrase that it contains, and a space; None if it contains none of the phrases."""
     phrase = next((phrase for phrase in phrases if phrase in answer), None)
     return None if phrase is None else answer.partition(phrase)[2][1:]

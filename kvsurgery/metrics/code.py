@@ -1,4 +1,4 @@
-"""Metrics of completed code (RepoEval): of as many lines as the right code has; blank lines and indentation aside."""
+"""Metrics of completed code (RepoEval), on as many lines as the right code has, without blank lines and indentation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def lines_match(answer: str, reference: str) -> float:
 
 
 def edit_similarity(answer: str, reference: str) -> float:
-    """1 less the edits (Levenshtein) between the lines said and the right ones, as a share of the longer text."""
+    """1 minus the edit distance (Levenshtein) between an answer's lines and the right lines, over the longer length."""
     lines = _lines(reference)
     one = "\n".join(_lines(answer)[: len(lines)])
     other = "\n".join(lines)
@@ -22,7 +22,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _edits(one: str, other: str) -> int:
-    """Characters to insert, delete or replace, at least."""
+    """Levenshtein distance: the minimum number of characters to insert, delete or replace."""
     row = list(range(len(other) + 1))
     for i, character in enumerate(one, 1):
         diagonal, row[0] = row[0], i

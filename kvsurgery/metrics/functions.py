@@ -1,4 +1,4 @@
-"""Which function of a repository an answer repeats: the metric of RepoQA (Liu et al. 2024), as SCBench counts."""
+"""The metric of RepoQA (Liu et al. 2024), as in SCBench: whether an answer repeats the right function."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CODE_BLOCK = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def repeated_function(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    """1 if the right function is, of all that are asked about, the most similar to an answer, with a BLEU of 0.8.
+    """1 if the right function is the most similar one to an answer, with a BLEU of at least 0.8.
 
-    Of an answer with code blocks, the first function in one counts, or else the first block.
+    In an answer with code blocks, the first function in a block counts, or else the first block.
 
     Args:
-        references: the function, and the language that it is written in.
+        references: the function and its programming language.
         choices: the functions of the same repository.
 
     Raises:
@@ -50,10 +50,10 @@ def repeated_function(answer: str, references: Sequence[str], choices: Sequence[
 
 
 def require_parsers() -> None:
-    """Check that what the metric needs is installed, before the work whose result it measures.
+    """Check that the packages of the metric are installed, before the work whose result it measures.
 
     Raises:
-        KVSurgeryError: it is not.
+        KVSurgeryError: a package is missing.
     """
     for language in LANGUAGES:
         _parser(language)

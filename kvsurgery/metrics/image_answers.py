@@ -1,4 +1,4 @@
-"""Metrics of answers to questions about images and text, as MM-NIAH counts: 0 to 1."""
+"""Metrics of answers to questions about images and text, as in MM-NIAH, from 0 to 1."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CAMERA = {"the camera is moving left": "a", "the camera is moving right": "b"}
 
 
 def option_index(answer: str, references: Sequence[str]) -> float:
-    """1 if an answer is the right option's letter, or its index from 0, up to a period.
+    """1 if an answer, up to a period, is the letter of the right option or its index from 0.
 
     Args:
         references: the index of the right option.
@@ -46,7 +46,7 @@ def option_index(answer: str, references: Sequence[str]) -> float:
 
 
 def counts_in_place(answer: str, references: Sequence[str]) -> float:
-    """Share of the numbers that a JSON list has in the right place (soft accuracy); the lists of an object are one.
+    """Share of the numbers in the right place of a JSON list (soft accuracy); the lists of an object are joined.
 
     Args:
         references: the right numbers.

@@ -1,4 +1,4 @@
-"""`METRICS`: what measures an answer, by the name that samples, results and pages have for it."""
+"""`METRICS`: the metrics of answers, by the names in samples, results and pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 
 def _best(metric: Callable[[str, str], float]) -> Metric:
-    """The best over several answers, any of which is right."""
+    """Turn a metric into the best score over several right answers."""
 
     def best(answer: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:
         return max((metric(answer, reference) for reference in references), default=0.0)
@@ -21,7 +21,7 @@ def _best(metric: Callable[[str, str], float]) -> Metric:
 
 
 def _without_choices(metric: Callable[[str, Sequence[str]], float]) -> Metric:
-    """A metric that has no use for what there is to choose from."""
+    """Turn a metric without choices into one that ignores them."""
 
     @wraps(metric)
     def wrapper(answer: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:

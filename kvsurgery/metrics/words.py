@@ -1,4 +1,4 @@
-"""Metrics of answers by their words: exact match, F1, ROUGE, and the words that benchmarks look for; 0 to 1."""
+"""Word metrics of answers: exact match, F1, ROUGE, and the words that benchmarks look for; from 0 to 1."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + FULL_WIDTH)
 
 
 def exact_match(answer: str, reference: str) -> float:
-    """1 if an answer is the right one but for case, punctuation, articles and space, as SQuAD counts."""
+    """1 if an answer equals the right one, without case, punctuation, articles and space, as in SQuAD."""
     return float(_qa_words(answer) == _qa_words(reference))
 
 
 def first_words(answer: str, reference: str) -> float:
-    """1 if an answer begins with the words of `reference`, without case; what follows them does not count."""
+    """1 if an answer begins with the words of `reference`, without case; later words are ignored."""
     answer_words = re.findall(r"\w+", answer.lower())
     reference_words = re.findall(r"\w+", reference.lower())
     return float(answer_words[: len(reference_words)] == reference_words)
 
 
 def qa_f1(answer: str, reference: str) -> float:
-    """Word F1 of an answer, 0 to 1, as SQuAD counts: without case, punctuation and articles."""
+    """Word F1 of an answer, 0 to 1, as in SQuAD: without case, punctuation and articles."""
     return _f1(_qa_words(answer), _qa_words(reference))
 
 
@@ -42,25 +42,25 @@ def rouge1_recall(answer: str, reference: str) -> float:
 
 
 def rouge_l_recall(answer: str, reference: str) -> float:
-    """ROUGE-L recall, as LooGLE counts with the `rouge` package.
+    """ROUGE-L recall, as LooGLE computes it with the `rouge` package.
 
-    There a sentence ends with a period, words are what is between spaces, and each counts once: of the different words
-    of `reference`, those that are in the longest common subsequence of some two sentences.
+    In this package, a sentence ends with a period, words are separated by spaces, and each word counts once. The recall
+    is the share of the distinct words of `reference` that are in a longest common subsequence of two sentences.
     """
     return len(_common_words(answer, reference)) / max(1, len(_distinct_words(reference)))
 
 
 def distinct_word_recall(answer: str, reference: str) -> float:
-    """ROUGE-1 recall, as LooGLE counts with the `rouge` package: of the different words of `reference`, those said."""
+    """ROUGE-1 recall, as LooGLE computes it with the `rouge` package: the share of distinct words that are found."""
     reference_words = _distinct_words(reference)
     return len(_distinct_words(answer) & reference_words) / max(1, len(reference_words))
 
 
 def rouge_l_sum(answer: str, reference: str) -> float:
-    """ROUGE-L F1 of summaries, whose sentences are lines, as InfiniteBench counts with the `rouge-score` package.
+    """ROUGE-L F1 of summaries with one sentence per line, as InfiniteBench computes it with `rouge-score`.
 
-    Of each line of `reference`, the words that are in its longest common subsequence with some line of `answer` count,
-    but no word more often than both texts have it.
+    For each line of `reference`, the words count that are in its longest common subsequence with a line of `answer`,
+    but no word counts more often than it occurs in both texts.
     """
     answer_lines = [re.findall("[a-z0-9]+", line.lower()) for line in answer.split("\n")]
     reference_lines = [re.findall("[a-z0-9]+", line.lower()) for line in reference.split("\n")]
@@ -85,12 +85,12 @@ def character_f1_zh(answer: str, reference: str) -> float:
 
 
 def string_match_all(answer: str, references: Sequence[str]) -> float:
-    """Share of the answers that are said somewhere, without case (RULER)."""
+    """Share of the right answers that an answer contains, without case (RULER)."""
     return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 
 def string_match_part(answer: str, references: Sequence[str]) -> float:
-    """1 if one of the answers is said somewhere, without case (RULER)."""
+    """1 if an answer contains one of the right answers, without case (RULER)."""
     return float(any(reference.lower() in answer.lower() for reference in references))
 
 
@@ -104,7 +104,7 @@ def _f1(answer: list[str], reference: list[str]) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words between spaces of what is between periods, as the `rouge` package has them."""
+    """The sentences between periods as lists of words, as in the `rouge` package."""
     return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
@@ -114,7 +114,7 @@ def _distinct_words(text: str) -> set[str]:
 
 
 def _common_places(one: list[str], other: list[str]) -> set[int]:
-    """Where in `one` the longest common subsequence with `other` is; of several the one that `rouge-score` finds."""
+    """The places in `one` of its longest common subsequence with `other`; ties as in `rouge-score`."""
     # of the first i and the first j words
     longest = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
     for i, word in enumerate(one):
@@ -137,7 +137,6 @@ def _common_places(one: list[str], other: list[str]) -> set[int]:
 
 
 def _common_words(answer: str, reference: str) -> set[str]:
-    """The words in the longest common subsequence of some two sentences; of several the one that `rouge` finds, which
-    takes the texts the other way round."""
+    """The words in the longest common subsequences of two sentences; ties as in `rouge`, which swaps the two texts."""
     pairs = product(_sentences(answer), _sentences(reference))
     return {one[place] for one, other in pairs for place in _common_places(one, other)}

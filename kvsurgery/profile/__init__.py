@@ -1,1 +1,1 @@
-"""Head profiles: the artifact, its importers, and how profiles are compared, merged and shown."""
+"""Head profiles: the file format, importers, comparison, merging and display."""

@@ -1,4 +1,4 @@
-"""`CacheLosses`: what quantized and streaming caches lose on one model and a text, as a safetensors file."""
+"""`CacheLosses`: measured losses of quantized and streaming caches on one model and text, as a safetensors file."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MEASURED_WIDTHS = (8, 4, 3, 2)
 
 @dataclass(frozen=True)
 class WholeCacheLoss:
-    """How states of a width are prepared, and what every head quantized so loses.
+    """The loss of a quantized cache of one width with a setting for rotation and clipping.
 
     Attributes:
-        rotate, clip: as `Quantization` has them.
-        loss: divergence with every head of the model in this cache.
+        rotate, clip: as in `Quantization`.
+        loss: the divergence with every head of the model in this cache.
     """
 
     rotate: str
@@ -38,13 +38,13 @@ class WholeCacheLoss:
 
 @dataclass(frozen=True)
 class Combination:
-    """Several heads changed at once, which checks that the losses of single heads add up, and scales them.
+    """The loss of several heads changed at once, which shows how well losses of single heads add up, and scales them.
 
     Attributes:
-        name: what was changed.
-        expected: the sum over the heads, each changed alone.
-        measured: the divergence.
-        streaming: this many heads, those that lose least, stream, and nothing else is changed; 0 for any other change.
+        name: the change.
+        expected: the sum of the losses of the heads, each changed alone.
+        measured: the measured divergence.
+        streaming: number of heads that stream, those that lose least, if nothing else is changed; else 0.
     """
 
     name: str
@@ -55,19 +55,19 @@ class Combination:
 
 @dataclass(frozen=True, eq=False)
 class CacheLosses(TensorFile):
-    """What caches lose on one model.
+    """The measured losses of caches on one model.
 
     A loss is the mean Kullback-Leibler divergence, in nats, of the next token's distribution from that with an
     unquantized cache of every token.
 
     Attributes:
-        settings: by bits, what was tried with every head quantized.
+        settings: by bits, the settings that were tried with every head quantized.
         heads: by cache ("8", "4", "3", "2" or "streaming"), float32 [layers, kv_heads]: the loss with only this head in
             it, quantized with the best setting of its width. 0 in layers with a sliding window of the model's own.
         combinations: several heads changed at once.
-        quantization: scheme, groups, residual and sinks that were measured.
-        sink, recent: what streaming heads kept, in tokens.
-        context: tokens in the cache.
+        quantization: the measured scheme, groups, residual and sinks.
+        sink, recent: tokens that streaming heads kept.
+        context: number of tokens in the cache.
         base_model, model, base_revision, windows, fingerprint, provenance: as in `HeadProfile`.
 
     Raises:
@@ -129,17 +129,17 @@ class CacheLosses(TensorFile):
 
     @property
     def origin(self) -> ModelOrigin:
-        """Which model was measured."""
+        """The origin of the measured model."""
         return ModelOrigin(self.base_model, self.base_revision, self.fingerprint)
 
     @property
     def text(self) -> str:
-        """What was read."""
+        """The name of the text."""
         return str(self.provenance.get("data", {}).get("text", "unknown text"))
 
     @property
     def head_profile(self) -> HeadProfile:
-        """Head scores of method "kv-bits": what each KV head loses where it streams."""
+        """A profile of method "kv-bits": the score of a KV head is its loss when it streams."""
         return HeadProfile(
             self.heads[STREAMING_CACHE],
             "kv-bits",
@@ -173,10 +173,10 @@ class CacheLosses(TensorFile):
         return min(candidates, key=lambda setting: setting.loss)
 
     def expected(self, cache: str) -> np.ndarray:
-        """float64 [layers, kv_heads]: how much each head adds to the loss of several, which is about their sum.
+        """float64 [layers, kv_heads]: the expected share of each head in the loss of several heads, which is their sum.
 
-        Those of a width are scaled so that they sum to the loss that was measured with every head quantized. Those of
-        streaming heads are scaled part by part, so that the heads that lose least sum to what they lost together.
+        Losses of a width are scaled to sum to the loss that was measured with every head quantized. Losses of streaming
+        heads are scaled in parts, so that those of the heads that lose least sum to their loss together.
         """
         losses = self.heads[cache].astype(np.float64)
         if cache != STREAMING_CACHE:
@@ -219,7 +219,7 @@ class CacheLosses(TensorFile):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All but the losses of single heads, as JSON."""
+        """All fields as JSON, except for the losses of single heads."""
         return {
             **{name: getattr(self, name) for name in COPIED_FIELDS},
             "settings": {bits: [asdict(entry) for entry in entries] for bits, entries in self.settings.items()},
@@ -235,7 +235,7 @@ class CacheLosses(TensorFile):
 
 
 def _is_loss(value: object) -> bool:
-    """Whether a value of a file is a finite number of 0 or more, which no integer beyond float64 is."""
+    """Whether a value of a file is a finite number of 0 or more within float64."""
     return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
 
 

@@ -1,4 +1,4 @@
-"""`Comparison`: how far two profiles of one model agree on its heads."""
+"""`Comparison`: the agreement of two profiles of one model."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Share of one profile's full heads that the other keeps full too; for a random choice, `chance`."""
+        """The share of one profile's full heads that the other keeps full too; for a random choice, `chance`."""
         return self.shared / self.full if self.full else 1.0
 
     @property
     def chance(self) -> float:
-        """What `share` is on average where one of the profiles is random."""
+        """The mean of `share` if one of the profiles is random."""
         return self.full / self.heads if self.heads else 1.0
 
     @property
     def jaccard(self) -> float:
-        """Shared heads, of those that either profile keeps full."""
+        """The Jaccard index: shared heads over all heads that either profile keeps full."""
         return self.shared / (2 * self.full - self.shared) if self.full else 1.0
 
 
@@ -53,9 +53,9 @@ class Comparison:
 
     Attributes:
         profiles: A and B.
-        granularity: of `values`: query heads where both profiles have them, else KV heads.
-        group_reduce: how scores of the query heads of a group became their KV head's; None where there were none.
-        unit: what `values` are: scores of one method, or ranks, since those of two methods have no common scale.
+        granularity: the heads of `values`: query heads if both profiles score them, else KV heads.
+        group_reduce: how scores of a group's query heads became the score of their KV head; None if there were none.
+        unit: the unit of `values`: scores for one method; ranks for two methods, whose scores have no common scale.
         values: float64 [2, layers, heads].
         spearman: rank correlation of the scores of heads in full-attention layers, ties averaged; None where a profile
             scores all of them alike.
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def ceiling(self) -> float:
-        """The end of the scale, from 0, of the values of both."""
+        """The upper end of the scale for the values of both profiles, which starts at 0."""
         return ceiling(self.profiles[0].method, self.values) if self.unit == "score" else 1.0
 
     @property
@@ -88,7 +88,7 @@ class Comparison:
         return np.abs(self.difference).mean(axis=1)
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison in plain JSON values, per head only where it differs."""
+        """The comparison as plain JSON values."""
         names = ("base_model", "base_revision", "method", "granularity", "sink", "recent", "hash")
         return {
             **{
@@ -110,11 +110,11 @@ class Comparison:
 
 
 def compare(a: HeadProfile, b: HeadProfile, group_reduce: Literal["mean", "max"] = "mean") -> Comparison:
-    """Compare two profiles, at KV heads where only one of them has scores of query heads.
+    """Compare two profiles, by KV heads if only one of them scores query heads.
 
     Args:
         a, b: profiles of models of the same dimensions.
-        group_reduce: how query-head scores become a KV-head score; full heads are KV heads always.
+        group_reduce: how query-head scores become a KV-head score; full heads are always KV heads.
 
     Raises:
         ProfileError: the models differ, or a profile has no scores.
@@ -174,10 +174,10 @@ def common_scores(
 
 
 def common_windows(profiles: Sequence[HeadProfile]) -> tuple[int | None, ...] | None:
-    """The sliding windows of the model's layers, as the profiles that know them say; None where none does.
+    """The sliding windows of the model's layers, from the profiles that record them; None if no profile does.
 
     Raises:
-        ProfileError: they say different things.
+        ProfileError: the profiles contradict each other.
     """
     models_by_windows = {profile.windows: profile.base_model for profile in profiles if profile.windows is not None}
     if len(models_by_windows) > 1:
@@ -194,7 +194,7 @@ def common_windows(profiles: Sequence[HeadProfile]) -> tuple[int | None, ...] | 
 
 
 def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Pearson's correlation of the places of scores; None where all are equal."""
+    """Spearman's rank correlation of scores; None if all scores of a profile are equal."""
     mean_place = (a.size + 1) / 2
     x = places(a).ravel() - mean_place
     y = places(b).ravel() - mean_place

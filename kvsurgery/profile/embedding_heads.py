@@ -1,4 +1,4 @@
-"""REFORM's embedding heads: which heads' states find what a question asks for (Song et al. 2025, arXiv 2506.01215)."""
+"""REFORM's embedding heads, whose states find the tokens that a question needs (Song et al. 2025, arXiv 2506.01215)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PATTERN_DEPTH = Fraction(7, 10)  # pattern heads are of layers below it, as a sh
 
 @dataclass(frozen=True, order=True)
 class EmbeddingHead:
-    """One head's states in one layer; `head` counts query heads for q, KV heads for k and v.
+    """The states of one head in one layer; `head` counts query heads for q, KV heads for k and v.
 
     Raises:
-        ProfileError: it is no such place in any model.
+        ProfileError: no model can have such a head.
     """
 
     layer: int
@@ -41,17 +41,17 @@ class EmbeddingHead:
 
     @classmethod
     def parse(cls, values: Any) -> tuple[EmbeddingHead, ...]:
-        """Heads from lists [layer, state, head], as files hold them.
+        """Parse lists [layer, state, head] of a file into heads.
 
         Raises:
-            ProfileError: they are anything else.
+            ProfileError: the value has another form.
         """
         if not isinstance(values, list) or any(not isinstance(item, list) or len(item) != 3 for item in values):
             raise ProfileError(f"embedding heads are a list of [layer, state, head], got {str(values)[:40]}")
         return tuple(cls(*item) for item in values)
 
     def within(self, model: ModelDimensions) -> bool:
-        """Whether a model of these dimensions has it."""
+        """Whether a model of these dimensions has this head."""
         return self.layer < model.layers and self.head < columns_of(self.state, model)
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Ranking:
         object.__setattr__(self, "mnr", mnr)
 
     def check(self, model: ModelDimensions) -> None:
-        """Raise ProfileError where it is of another shape than the model."""
+        """Raise ProfileError if the shape of a rank array does not match the model."""
         for name, ranks in self.tensors().items():
             expected_shape = (model.layers, columns_of(name.rpartition(".")[2], model))
             if ranks.shape != expected_shape:
@@ -103,7 +103,7 @@ class Ranking:
                 )
 
     def best(self, task: str) -> list[EmbeddingHead]:
-        """All heads by their rank in a task, best first; of equal ones the earlier layer, then state, then head."""
+        """All heads by their rank in a task, best first; ties by layer, then state, then head."""
         rank_pairs = [
             (self.mnr[task][state][layer, head], EmbeddingHead(layer, state, head))
             for state in STATES
@@ -112,10 +112,10 @@ class Ranking:
         return [head for _, head in sorted(rank_pairs)]
 
     def pick(self) -> tuple[EmbeddingHead, ...]:
-        """The four heads that make a token's embedding, by place.
+        """Pick the four heads that make a token's embedding, ordered by layer, state and head.
 
-        The best two pattern heads of layers below 70% of depth, then the best two multi-hop heads that are left; of
-        one task four, where no other was measured.
+        These are the best two pattern heads in layers below 70% of the depth, and the best two of the remaining
+        multi-hop heads. If only one task was measured, all four come from it.
         """
         heads: list[EmbeddingHead] = []
         for task, kinds in self.mnr.items():
@@ -130,7 +130,7 @@ class Ranking:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, np.ndarray]) -> Ranking:
-        """What `tensors` gave.
+        """The ranking from the tensors that `tensors` returned.
 
         Raises:
             ProfileError: as the class itself, and for a tensor of another name.
@@ -146,5 +146,5 @@ class Ranking:
 
 
 def columns_of(kind: str, model: ModelDimensions) -> int:
-    """How many heads a layer has of a kind."""
+    """The number of heads of a kind in a layer."""
     return {"k": model.kv_heads, "v": model.kv_heads, "hidden": 1}.get(kind, model.query_heads)

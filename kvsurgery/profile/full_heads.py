@@ -1,4 +1,4 @@
-"""Which KV heads stay full, by their scores."""
+"""Select the KV heads that stay full, by their scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def full_heads(
     """bool [layers, kv_heads]: the heads that `decide` keeps full at a sparsity.
 
     Args:
-        eligible: bool [layers], those without a sliding window of the model's own; by default as the profile says.
+        eligible: bool [layers], layers without a sliding window of the model's own; by default the profile's.
     """
     eligible = profile.eligible if eligible is None else eligible
     if not eligible.any():
@@ -30,21 +30,21 @@ def full_heads(
 
 
 def full_per_layer(profile: HeadProfile, sparsity: float) -> list[int | None]:
-    """How many KV heads of each layer stay full at a sparsity; None for a layer that is not eligible."""
+    """The number of KV heads of each layer that stay full at a sparsity; None for a layer that is not eligible."""
     counts = full_heads(profile, sparsity).sum(axis=1).tolist()
     return [count if eligible else None for count, eligible in zip(counts, profile.eligible, strict=True)]
 
 
 def full_mask(scores: np.ndarray, eligible: np.ndarray, choice: dict[str, float]) -> np.ndarray:
-    """The full heads that an option asks for: bool [layers, kv_heads].
+    """Select the full heads for `sparsity`, `threshold` or `full_heads`: bool [layers, kv_heads].
 
     Args:
         scores: [layers, kv_heads].
         eligible: bool [layers], those with full attention.
-        choice: one of `sparsity`, `threshold` and `full_heads`, as `decide` takes them.
+        choice: one of `sparsity`, `threshold` and `full_heads`, as in `decide`.
 
     Raises:
-        PolicyError: its value is out of range.
+        PolicyError: the value is out of range.
     """
     [(option, value)] = choice.items()
     heads = int(eligible.sum()) * scores.shape[1]
@@ -74,10 +74,10 @@ def best_heads(scores: np.ndarray, eligible: np.ndarray, count: int, size: int =
 
 
 def ranked_heads(scores: np.ndarray, size: int = 1) -> np.ndarray:
-    """Heads of [layers, kv_heads] by their place in the flattened array, the best first, in runs of `size` of a layer.
+    """Rank heads in runs of `size` per layer, the best first, by their index in the flattened [layers, kv_heads].
 
-    A layer's heads, the best first, are cut into runs. Their sums fall, so that the best runs of the model are the
-    first ones of every layer, and no other choice of as many heads has a larger sum.
+    A layer's heads, the best first, are cut into runs with descending sums. Therefore the best runs of the model are
+    the first ones of each layer, and no other choice of the same number of heads has a larger sum.
     """
     # stable on the negated scores: equal scores go to the earlier layer, then the earlier head
     order = np.argsort(-scores, axis=1, kind="stable")
@@ -89,10 +89,10 @@ def ranked_heads(scores: np.ndarray, size: int = 1) -> np.ndarray:
 def kv_scores(
     profile: HeadProfile, reduce: Literal["mean", "max"] = "mean", sources: Mapping[int, int] | None = None
 ) -> np.ndarray:
-    """float32 [layers, kv_heads]: scores per KV head, query heads reduced over their group.
+    """float32 [layers, kv_heads]: scores per KV head; scores of query heads are reduced over their group.
 
-    Where layers share the KV cache of an earlier one, as `Model.sources` says, that one has the largest of all their
-    scores: a head keeps what any of its layers needs.
+    If later layers share the KV cache of a layer (`Model.sources`), its heads have the maximum of all their scores, so
+    that a head keeps the tokens that any of its layers needs.
 
     Raises:
         PolicyError: `reduce` is neither mean nor max.

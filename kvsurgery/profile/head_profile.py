@@ -1,4 +1,4 @@
-"""`HeadProfile`: how much each attention head of one model matters, as a safetensors file."""
+"""`HeadProfile`: scores for the attention heads of one model, as a safetensors file."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class HeadProfile(TensorFile):
 
     Attributes:
         scores: float32 [layers, heads], finite and non-negative; None in a reform profile.
-        method: how they were measured, a key of `SCORE_METHODS`, or "reform".
+        method: the method of measurement, a key of `SCORE_METHODS`, or "reform".
         granularity: whether `heads` counts KV heads or query heads; None without scores.
-        base_model: Hub id, or name of the folder, of the model that was measured.
+        base_model: Hub id or folder name of the measured model.
         model: its attention dimensions.
-        base_revision: its commit, where known.
-        sink, recent: tokens of the streaming pattern that scores were measured with, where there was one.
-        embedding_heads: of a reform profile, by layer, state and head; empty in any other.
-        ranking: what they were picked from, where it was measured.
+        base_revision: its commit, if known.
+        sink, recent: tokens of the streaming heads that the scores were measured with, if any.
+        embedding_heads: the heads of a reform profile, by layer, state and head; empty in other profiles.
+        ranking: the ranks from which they were picked, if measured.
         windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention; None
-            as a whole where the profile does not say, as in files of version 0.1.
-        fingerprint: of the weights that were measured, where known.
+            as a whole if unknown, as in files of version 0.1.
+        fingerprint: fingerprint of the measured weights, if known.
 
     Raises:
-        ProfileError: any of them contradicts the rest.
+        ProfileError: the fields contradict each other.
     """
 
     KIND = Kind(
@@ -123,7 +123,7 @@ class HeadProfile(TensorFile):
 
     @property
     def head_scores(self) -> np.ndarray:
-        """`scores` of a profile that has some.
+        """`scores`, in a profile that must have them.
 
         Raises:
             ProfileError: this is a reform profile.
@@ -134,12 +134,12 @@ class HeadProfile(TensorFile):
 
     @property
     def origin(self) -> ModelOrigin:
-        """Which model was measured."""
+        """The origin of the measured model."""
         return ModelOrigin(self.base_model, self.base_revision, self.fingerprint)
 
     @property
     def eligible(self) -> np.ndarray:
-        """bool [layers]: those whose heads may be full, which have full attention in the model."""
+        """bool [layers]: whether the heads of a layer may be full: the layers with full attention in the model."""
         return np.array([window is None for window in self.windows or [None] * self.model.layers])
 
     def __eq__(self, other: object) -> bool:
@@ -201,14 +201,14 @@ class HeadProfile(TensorFile):
 
 
 def check_model(kind: str, origin: ModelOrigin, model: ModelDimensions, windows: Sequence[int | None] | None) -> None:
-    """Check what a file says about the model that was measured.
+    """Check the facts about the measured model in a file.
 
     Args:
-        kind: what messages call the file.
-        origin, model, windows: as `HeadProfile` has them.
+        kind: the name of the file in messages.
+        origin, model, windows: as in `HeadProfile`.
 
     Raises:
-        ProfileError: one of them is of another type, or contradicts the rest.
+        ProfileError: a fact has the wrong type, or contradicts the others.
     """
     name, revision, weights = origin.name, origin.revision, origin.fingerprint
     if not isinstance(name, str) or not name or not name.isprintable():
@@ -231,5 +231,5 @@ def _optional_int(text: str | None) -> int | None:
 
 
 def _are_windows(windows: Sequence[int | None], layers: int) -> bool:
-    """Whether there is one for each layer, a number of tokens, 0 for linear attention, or None."""
+    """Whether each layer has an entry: a number of tokens, 0 for linear attention, or None."""
     return len(windows) == layers and all(size is None or (type(size) is int and size >= 0) for size in windows)

@@ -1,4 +1,4 @@
-"""Head profiles for people: heat maps in the terminal."""
+"""Heat maps of head profiles for the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLORS = (
 
 
 def draw(profile: HeadProfile, width: int, color: bool) -> Text:
-    """Rows of layers, columns of heads, and beside each layer the KV heads that stay full at a few sparsities.
+    """Draw a heat map of layers and heads, and beside it the number of full KV heads at a few sparsities.
 
     Args:
         width: columns of the terminal; heads that do not fit follow in a second block.
@@ -48,7 +48,7 @@ def draw(profile: HeadProfile, width: int, color: bool) -> Text:
 
 
 def draw_comparison(comparison: Comparison, width: int, color: bool) -> Text:
-    """Two maps side by side, A on the left, and each layer's mean absolute difference; arguments as of `draw`."""
+    """Draw two maps side by side, A on the left, and each layer's mean absolute difference; arguments as in `draw`."""
     kind = kind_of_head(comparison.granularity)
     text = Text(f"{comparison.unit}s of {kind}s: A, B, and the layer's mean |B - A| as a share of the scale\n\n")
     side_columns = {"diff": [f"{difference:.0%}" for difference in comparison.layer_differences / comparison.ceiling]}
@@ -58,7 +58,7 @@ def draw_comparison(comparison: Comparison, width: int, color: bool) -> Text:
 
 
 def _levels(values: np.ndarray, scale_end: float) -> np.ndarray:
-    """Of each value, its tenth of the range from 0 to `scale_end`."""
+    """The level of each value: its tenth of the range from 0 to `scale_end`."""
     # a tiny scale would overflow the quotient; float64 holds the least float32
     return np.minimum(values.astype(np.float64) / scale_end * len(SHADES), len(SHADES) - 1).astype(int)
 

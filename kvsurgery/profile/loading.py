@@ -1,4 +1,4 @@
-"""Reading head profiles and measured losses, from local files or from the Hub."""
+"""Load head profiles and measured losses, from local files or from the Hub."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvsurgery.system.repo_id import HubFile, is_address
 def local_file(
     source: str | Path, *, inside: str | None = None, beside: str | None = None
 ) -> tuple[Path, HubFile | None]:
-    """The path of a file, which is downloaded if it is on the Hub, and then also its address there by commit.
+    """The local path of a file and, for a file that was downloaded from the Hub, its address with the commit.
 
     Args:
         source: a path, `hf://owner/repo/path[@revision]`, or the URL of a page of the Hub.
-        inside, beside: as `hub.fetch_file` takes them.
+        inside, beside: as in `hub.fetch_file`.
 
     Raises:
-        ProfileError: it is empty.
-        HubError: it is no file of the Hub, or cannot be had; the line says why and what to do.
+        ProfileError: the source is empty.
+        HubError: it is not a file on the Hub, or cannot be downloaded; the line says why and what to do.
     """
     if source == "":  # which `Path` takes for the working directory
         raise ProfileError("the name of the file is empty; give a file, or its address on the Hub")
@@ -37,10 +37,10 @@ def local_file(
 
 
 def load(source: str | Path, kind: type[HeadProfile] | type[CacheLosses] | None = None) -> HeadProfile | CacheLosses:
-    """Read a head profile or a file of measured losses. Of one from the Hub, `provenance["file"]` is its address.
+    """Load a head profile or a file of measured losses; for a file on the Hub, `provenance["file"]` is its address.
 
     Args:
-        kind: what the file has to be; by default either of them.
+        kind: the required kind of file; by default either of them.
 
     Raises:
         ProfileError: as `HeadProfile.load` and `CacheLosses.load`.
@@ -58,18 +58,18 @@ def load(source: str | Path, kind: type[HeadProfile] | type[CacheLosses] | None 
 
 
 def load_scores(source: str | Path) -> HeadProfile:
-    """Read a profile of head scores, which a file of measured losses has too."""
+    """Load a profile of head scores; a file of measured losses has them too."""
     loaded_file = load(source)
     return loaded_file.head_profile if isinstance(loaded_file, CacheLosses) else loaded_file
 
 
 def load_losses(source: str | Path) -> CacheLosses:
-    """Read a file of measured losses."""
+    """Load a file of measured losses."""
     losses = load(source, CacheLosses)
     assert isinstance(losses, CacheLosses)  # as asked for
     return losses
 
 
 def pinned(source: str, tensor_file: TensorFile) -> str:
-    """The address, by commit, of what was read from an address; a path stays as it is."""
+    """The address of a loaded file with its commit; a local path is returned unchanged."""
     return tensor_file.address or source if is_address(source) else source

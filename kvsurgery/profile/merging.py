@@ -1,4 +1,4 @@
-"""Several profiles of one model as one: the mean or the maximum of their scores, or the product of their ranks."""
+"""Merge profiles of one model: by the mean or the maximum of their scores, or by the product of their ranks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ def merge(
     base_model: str | None = None,
     group_reduce: Literal["mean", "max"] = "mean",
 ) -> HeadProfile:
-    """Merge profiles, of query heads if all have them, else of KV heads; their order does not matter.
+    """Merge profiles, by query heads if all profiles score them, else by KV heads; their order does not matter.
 
-    `mean` and `max` are of scores, so of one method, and give a profile of it. `rank-product` takes any methods: the
-    geometric mean of a head's ranks in (0, 1] (`ranks`), as in rank-product statistics (Breitling et al. 2004), which
-    gives a profile of method "rank-product". A score that is high in one profile alone counts in `max` fully, in
-    `rank-product` least.
+    `mean` and `max` combine scores, so the profiles must have one method, which the result has too. `rank-product` is
+    for any methods: the geometric mean of a head's ranks in (0, 1] (`ranks`), as in rank-product statistics (Breitling
+    et al. 2004); the result has the method "rank-product". A score that is high in only one profile counts fully in
+    `max`, and least in `rank-product`.
 
     Args:
         profiles: two or more, of models of the same dimensions.
-        how: what becomes of the scores of a head.
-        base_model: what the result names as its model; None: what all profiles name.
+        how: how the scores of a head are combined.
+        base_model: the model that the result names; None for the model that all profiles name.
         group_reduce: how query-head scores become a KV-head score.
 
     Returns:
-        A profile with the sink and recent sizes that all agree on, and the revision that all of `base_model` agree on.
+        A profile with the sink and recent sizes on which all profiles agree, and the revision on which all profiles of
+        `base_model` agree.
 
     Raises:
         ProfileError: fewer than two profiles, different models, a profile without scores, or scores of

@@ -1,4 +1,4 @@
-"""`SCORE_METHODS`: what head scores are, by the method that measured them."""
+"""`SCORE_METHODS`: the meaning of head scores, by the method that measured them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvsurgery.heads.kinds import Rest
 
 @dataclass(frozen=True)
 class ScoreMethod:
-    """What scores of a method mean.
+    """The meaning of the scores of a method.
 
     Attributes:
         kind: "gate", a trained share of full attention; "importance", an amount without a scale; "share" of the tokens
             that a head keeps; "budget", tokens that a head keeps; "choice", 1 for a head that was chosen; or "rank".
-        most: upper bound of a score. None: any finite, non-negative number.
-        rest: how heads that are not full behave where a recipe does not say.
+        most: upper bound of a score; None if any finite, non-negative number is possible.
+        rest: the default behavior of heads that are not full.
     """
 
     kind: Literal["gate", "importance", "share", "budget", "choice", "rank"]
@@ -25,7 +25,7 @@ class ScoreMethod:
 
     @property
     def divides(self) -> bool:
-        """Whether scores are already a division of the tokens among heads, and not a reason for one."""
+        """Whether the scores themselves divide the tokens among heads (shares and budgets)."""
         return self.kind in ("share", "budget")
 
 

@@ -1,4 +1,4 @@
-"""Which model was measured: named so that files of scores can be shared, and found again on this machine."""
+"""`ModelOrigin`: the measured model, named without paths to share files, and found again on this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_NEIGHBORS = 200
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """What a file of scores says about which model was measured. It never holds a path.
+    """The origin of a measured model in a file of scores. It never holds a path.
 
     Attributes:
         name: Hub id, or the name of a folder.
-        revision: commit on the Hub, where known.
-        fingerprint: of the weights in a folder, or of its config where they were not at hand; None of a Hub id.
+        revision: commit on the Hub, if known.
+        fingerprint: of the weights in a folder, or of its config if there were no weights; None for a Hub id.
     """
 
     name: str
@@ -36,19 +36,19 @@ class ModelOrigin:
 
     @classmethod
     def of_folder(cls, folder: Path) -> ModelOrigin:
-        """The model in a folder; one in the Hub's cache is called as on the Hub."""
+        """The model in a folder; a folder of the Hub's cache has the name of the Hub."""
         # a root folder has no name
         name, revision = cached_origin(folder) or (Path(os.path.abspath(folder)).name or "model", None)
         return cls(name, revision, _fingerprint(folder))
 
     def place(self, beside: Iterable[Path]) -> tuple[str, str | None]:
-        """Where the model is: a folder of this machine; or a Hub id, and its commit where known.
+        """Find the model: a folder on this machine, or a Hub id with its commit if known.
 
         Args:
-            beside: files of scores, in whose folders it is looked for.
+            beside: files of scores, whose folders are searched too.
 
         Raises:
-            CheckpointError: it was in a folder that is not found again.
+            CheckpointError: the model was in a folder that cannot be found again.
         """
         folder = None if self.fingerprint is None else self._find(beside, self.fingerprint)
         if folder is not None:
@@ -61,7 +61,7 @@ class ModelOrigin:
         )
 
     def remember(self, folder: Path) -> None:
-        """Note for this machine where the model is. Whatever keeps the note from being written is ignored."""
+        """Record the folder of the model on this machine; errors of writing this note are ignored."""
         if self.fingerprint is not None:
             note = notes_folder() / self.fingerprint
             with suppress(OSError, KVSurgeryError):
@@ -87,7 +87,7 @@ class ModelOrigin:
 
 
 def _fingerprint(folder: Path) -> str | None:
-    """Of the weights in a folder; of a config alone, or of a part of a download, that of the config."""
+    """The fingerprint of the weights in a folder, or of its config if weights are missing."""
     try:
         return fingerprint(read_weights(folder)[0])
     except KVSurgeryError:
@@ -103,9 +103,9 @@ def _checkpoints_in(folder: Path) -> Iterator[Path]:
 
 
 def notes_folder() -> Path:
-    """The folder with a file for each fingerprint, which says where that model is.
+    """The folder of notes, with a file for each fingerprint that holds the folder of this model.
 
-    It lies where the XDG base directory specification puts caches.
+    It is in the cache directory of the XDG base directory specification.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "kvsurgery" / "models"

@@ -1,4 +1,4 @@
-"""Head profiles for people, as pictures: layers across, heads down; and how their gates were trained."""
+"""Plots of head profiles, with layers on the x-axis and heads on the y-axis, and of the training of gates."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ LEAST_RANK = 1e-4  # less looks alike: colors are on a logarithmic scale
 
 
 def plot(profile: HeadProfile, path: str | Path) -> None:
-    """Write a profile's heat map, and above it the KV heads of each layer that stay full at a few sparsities.
+    """Plot a profile's heat map, and above it the number of full KV heads of each layer at a few sparsities.
 
-    Of a reform profile, write a map of ranks for each task, with the embedding heads framed.
+    For a reform profile, plot a map of ranks for each task, with frames around the embedding heads.
 
     Raises:
         ProfileError: the profile has neither scores nor ranks.
-        OutputError: the file cannot be written, or its ending is not a picture format.
+        OutputError: the file cannot be written, or its suffix is not a picture format.
     """
     if profile.scores is None:
         _plot_ranks(profile, path)
@@ -65,7 +65,7 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
 
 
 def _plot_ranks(profile: HeadProfile, path: str | Path) -> None:
-    """Write what each head's queries, keys and values find: bright heads rank the tokens of answers first."""
+    """Plot the ranks of each head's queries, keys and values: bright heads rank the tokens of answers first."""
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
 
@@ -96,10 +96,10 @@ def _plot_ranks(profile: HeadProfile, path: str | Path) -> None:
 
 
 def plot_comparison(comparison: Comparison, path: str | Path) -> None:
-    """Write the heat maps of A, of B and of their difference, and above them each layer's mean absolute difference.
+    """Plot the heat maps of A, B and their difference, and above them each layer's mean absolute difference.
 
     Raises:
-        OutputError: the file cannot be written, or its ending is not a picture format.
+        OutputError: the file cannot be written, or its suffix is not a picture format.
     """
     layers, heads = comparison.difference.shape
     figure, (bars, *map_axes, difference_axes) = _figure(layers, heads, maps=3)
@@ -121,13 +121,13 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
 
 
 def plot_training(history: np.ndarray, path: str | Path) -> None:
-    """Write the losses of a training of gates, and below them the gates, over the steps.
+    """Plot the losses of a training of gates over the steps, and below them the gates.
 
     Args:
         history: [steps, 4], as `train_gates` returns it.
 
     Raises:
-        OutputError: the file cannot be written, or its ending is not a picture format.
+        OutputError: the file cannot be written, or its suffix is not a picture format.
     """
     loss, data_loss, mean_gate, sparsity = history.T
     steps = np.arange(1, len(history) + 1)
@@ -147,7 +147,7 @@ def plot_training(history: np.ndarray, path: str | Path) -> None:
 
 
 def _figure(layers: int, heads: int, maps: int) -> tuple[Figure, list[Axes]]:
-    """A row for bars and below it rows for maps, with the layers as their common columns."""
+    """A figure with a row for bars and rows for maps below it, which share the layers as the x-axis."""
     width = max(min(CELL * layers, ACROSS), 6)
     height = max(min(CELL * heads, 10 if maps == 1 else 4.5), 1.6)
     figure = new_figure(width + 1.6, BARS + maps * (height + 0.3) + 1)
@@ -161,7 +161,7 @@ def _figure(layers: int, heads: int, maps: int) -> tuple[Figure, list[Axes]]:
 def _map(
     axes: Axes, values: np.ndarray, granularity: Granularity | None, group: int, cmap: str, limits: tuple[float, float]
 ) -> AxesImage:
-    """Values [layers, heads] as colored cells, the ends of the colors at these limits."""
+    """Draw values [layers, heads] as colored cells, with the color scale between two limits."""
     layers, heads = values.shape
     low, high = limits
     image = axes.imshow(values.T, aspect="auto", interpolation="nearest", cmap=cmap, vmin=low, vmax=high)
@@ -173,7 +173,7 @@ def _map(
 
 
 def _name(profile: HeadProfile) -> str:
-    """The model's name, of a long path the end."""
+    """The model's name; only the end of a long path."""
     name = profile.base_model
     return name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
 

@@ -1,4 +1,4 @@
-"""`ProfiledModel`: what a profile says of its model, read from the model's config."""
+"""`ProfiledModel`: the facts about a model that its profile records, read from the model's config."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class ProfiledModel:
 
     @classmethod
     def read(cls, source: str, revision: str | None = None) -> ProfiledModel:
-        """The model at a folder, a config.json or a Hub id, of which the config is downloaded.
+        """Read the model of a folder, a config.json or a Hub id, whose config is downloaded.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no model.
             UnsupportedModel: a family without a patch.
         """
         folder = local_folder(source)
@@ -84,10 +84,10 @@ class ProfiledModel:
 
 
 def local_folder(source: str) -> Path | None:
-    """The folder that a model's folder or config.json stands for, None for a Hub id.
+    """The folder of a model from its path or that of its config.json; None for a Hub id.
 
     Raises:
-        CheckpointError: it is none of these.
+        CheckpointError: the source is none of these.
     """
     path = Path(source)
     if path.name == "config.json" and path.is_file():

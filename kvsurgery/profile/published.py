@@ -1,4 +1,4 @@
-"""Published head scores: where they lie, and which model they were measured on (`published.toml`)."""
+"""The list of published head scores: their places and the models that were measured (`published.toml`)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LIST = Path(__file__).with_name("published.toml")
 
 @dataclass(frozen=True)
 class Published:
-    """Scores of one model.
+    """The published scores of one model.
 
     Attributes:
         format: the subcommand of `profile import` that reads them.
-        model, family, dimensions: what was measured: its name, `model_type` and dimensions.
-        repository, path: where the file lies on GitHub; None for what comes with this package.
-        options: of the subcommand.
-        note: which other files there are.
+        model, family, dimensions: name, `model_type` and dimensions of the measured model.
+        repository, path: the place of the file on GitHub; None for scores that are included in this package.
+        options: options of the subcommand.
+        note: a remark about other files.
     """
 
     format: str
@@ -54,7 +54,7 @@ class Published:
 
 @cache
 def published() -> tuple[Published, ...]:
-    """Every known profile, in the order of the list; those that come with this package last."""
+    """All known profiles, in the order of the list; those included in this package come last."""
     content = _content()
 
     def to_published(entry: Mapping[str, Any]) -> Published:
@@ -67,17 +67,17 @@ def published() -> tuple[Published, ...]:
 
 
 def normal(name: str) -> str:
-    """A model's name without what differs between its copies: owner or folder, "Meta-", "-hf", and case."""
+    """A model's normalized name, without parts that differ between copies: owner, folder, "Meta-", "-hf", case."""
     return name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-").removesuffix("-hf")
 
 
 def unquantized(name: str) -> str:
-    """A normal name without what says how weights are quantized, as in "-fp8", "-gptq-int4" or "-quantized.w4a16"."""
+    """A normalized name without the suffix of quantized weights, such as "-fp8", "-gptq-int4" or "-quantized.w4a16"."""
     return QUANTIZED.sub("", name)
 
 
 def ancestors(names: Iterable[str]) -> frozenset[str]:
-    """Normal names of the models that models with these names were made from, themselves left out."""
+    """Normalized names of the models from which models with these names were made, without the names themselves."""
     bases = {normal(name): normal(base) for name, base in _content()["bases"].items()}
     ancestor_names: set[str] = set()
     for name in map(normal, names):

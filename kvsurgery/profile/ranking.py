@@ -11,18 +11,18 @@ SPARSITIES = (0.25, 0.5, 0.75)
 
 
 def ceiling(method: str, scores: np.ndarray) -> float:
-    """The end of the scale from 0: the method's bound, else the largest score, or 1 if all are 0."""
+    """The upper end of the scale: the method's bound, else the largest score, or 1 if all scores are 0."""
     return SCORE_METHODS[method].most or float(scores.max()) or 1.0
 
 
 def shown(method: str, scores: np.ndarray) -> tuple[np.ndarray, float, str]:
-    """What a heat map of ten levels shows.
+    """The values for a heat map of ten levels: scores, or ranks if most scores are small.
 
-    Where most scores of a method of importance lie in the lowest tenth, a map of the scores would show a few heads and
-    nothing else; a value is then the share of heads that score less.
+    If most importance scores are in the lowest tenth, a map of the scores would show only a few heads. Each value is
+    then the share of heads with a lower score.
 
     Returns:
-        Values in the shape of the scores, the end of the scale from 0, and what a value is.
+        Values in the shape of the scores, the upper end of their scale, and the meaning of a value.
     """
     scale_end = ceiling(method, scores)
     if SCORE_METHODS[method].kind == "importance" and np.median(scores) < scale_end / 10:
@@ -31,13 +31,13 @@ def shown(method: str, scores: np.ndarray) -> tuple[np.ndarray, float, str]:
 
 
 def places(scores: np.ndarray) -> np.ndarray:
-    """float64, the shape of `scores`: the place of each among all, 1 = the lowest; equal scores have their mean."""
+    """float64, the shape of `scores`: the rank of each score, 1 = the lowest; ties have their mean rank."""
     _, level, counts = np.unique(scores, return_inverse=True, return_counts=True)
     return (counts.cumsum() - (counts - 1) / 2)[level].reshape(scores.shape)
 
 
 def ranks(scores: np.ndarray, eligible: np.ndarray) -> np.ndarray:
-    """float64, the shape of `scores`: places of the heads of eligible layers as a share of their number; others 0.
+    """float64, the shape of `scores`: ranks of the heads of eligible layers divided by their number; other heads are 0.
 
     Args:
         scores: [layers, heads].

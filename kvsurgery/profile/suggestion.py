@@ -1,4 +1,4 @@
-"""Which published profiles fit a model: by family, dimensions, and what it was made from."""
+"""Suggest published profiles for a model, by family, dimensions, and the models from which it was made."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ModelIdentity:
 
     Attributes:
         name: its folder or Hub id.
-        names: normal names that it goes by.
-        parents: normal names of the models that its card says it was made from, and of quantized weights, those that
-            its own names follow from.
+        names: its normalized names.
+        parents: normalized names of the models from which it was made: those in its card and, for quantized weights,
+            its own names without the quantization.
         family: `model_type` of the language model.
         dimensions: of attention.
     """
@@ -46,7 +46,7 @@ class ModelIdentity:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> ModelIdentity:
-        """The model whose config, and card if there is one, lie in a folder.
+        """Read the identity of the model in a folder from its config, and its card if there is one.
 
         Raises:
             CheckpointError: there is no config.
@@ -71,7 +71,7 @@ class ModelIdentity:
 
     @cached_property
     def ancestors(self) -> frozenset[str]:
-        """Normal names of all models that it is known to be made from."""
+        """Normalized names of all models from which it is known to be made."""
         return self.parents | ancestors(self.names | self.parents)
 
 
@@ -123,7 +123,7 @@ def _suggestion_of(entry: Published, model: ModelIdentity) -> Suggestion:
 
 
 def _base_models(card: str) -> list[str]:
-    """What the front matter of a card gives as `base_model`: a name or a list of them."""
+    """The models in `base_model` of a card's front matter, which is a name or a list of names."""
     front_match = re.match(r"---\r?\n(.*?)\r?\n---", card, re.DOTALL)
     base_match = re.search(r"^base_model:(.*(?:\n[ -].*)*)", front_match[1], re.MULTILINE) if front_match else None
     return re.findall(r"[\w.-]*\w/\w[\w.-]*", base_match[1]) if base_match else []

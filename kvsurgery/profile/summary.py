@@ -1,4 +1,4 @@
-"""Head profiles for people: facts in JSON, and in a few lines."""
+"""Summaries of head profiles, as JSON and as a few lines of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_DIFFERENT = 5
 
 
 def facts(profile: HeadProfile) -> dict[str, Any]:
-    """What `profile show --json` prints."""
+    """The facts that `profile show --json` prints."""
     return {
         "method": profile.method,
         "granularity": profile.granularity,
@@ -56,7 +56,7 @@ def _embedding_facts(profile: HeadProfile) -> dict[str, Any]:
 
 
 def describe(profile: HeadProfile) -> str:
-    """The facts in two lines, and one more each where layers of the model slide, or have linear attention."""
+    """A profile in two lines of text, and one more for sliding layers and one for linear attention."""
     model = f"{profile.base_model} ({profile.model})\n"
     if profile.scores is None:
         return f"{model}{profile.method} embedding heads: {', '.join(map(str, profile.embedding_heads))}"

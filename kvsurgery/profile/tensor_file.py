@@ -24,9 +24,9 @@ class Kind:
     """A kind of file.
 
     Attributes:
-        name: what messages call it.
-        format, version: what its metadata say.
-        source: how to make one, in words.
+        name: its name in messages.
+        format, version: the values in its metadata.
+        source: how to make such a file, as text.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Kind:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Entries that every file of the kind has."""
+        """The metadata entries that every file of the kind has."""
         return {"format": self.format, "version": self.version}
 
 
 @dataclass(frozen=True, eq=False)
 class TensorFile(ABC):
-    """What a safetensors file of one kind holds; equal content makes equal bytes.
+    """The content of a safetensors file of one kind; equal content makes equal bytes.
 
     Attributes:
         provenance: data, steps, seeds, tool version; free JSON.
@@ -53,13 +53,13 @@ class TensorFile(ABC):
 
     @property
     def address(self) -> str | None:
-        """Address on the Hub that it was read from, by commit."""
+        """The address on the Hub from which it was read, with the commit."""
         file = self.provenance.get("file")
         return file if isinstance(file, str) and is_address(file) and file.isprintable() else None
 
     @abstractmethod
     def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Metadata, of which None is left out, and float32 tensors."""
+        """Metadata, in which None values are left out, and float32 tensors."""
 
     @classmethod
     @abstractmethod
@@ -76,10 +76,10 @@ class TensorFile(ABC):
         return blake3(to_bytes(*self.content())).hexdigest()
 
     def save(self, path: str | Path) -> None:
-        """Write the file whole or not at all. An older one of its kind is replaced, any other file is kept.
+        """Write the file atomically. An existing file of its kind is replaced; any other file is refused.
 
         Raises:
-            OutputError: the path is taken by something else or cannot be written.
+            OutputError: the path has another kind of file, or cannot be written.
         """
         path = Path(path)
         if path.exists():
@@ -91,7 +91,7 @@ class TensorFile(ABC):
 
     @classmethod
     def recognizes(cls, path: Path) -> bool:
-        """Whether a file says that it is of this kind."""
+        """Whether the metadata of a file declare this kind."""
         if not path.is_file():
             return False
         try:

@@ -1,4 +1,4 @@
-"""The report: the results of evaluations, benchmarks and sweeps, as pages that need no network, and as pictures."""
+"""Reports: results of evaluations, benchmarks and sweeps, as self-contained HTML pages and as pictures."""
 
 from kvsurgery.report.comparing import write_comparison, write_sweep
 from kvsurgery.report.section import card_files

@@ -1,4 +1,4 @@
-"""The report's pictures: each is drawn in one place, as a PNG for the model card and as SVG for the page."""
+"""Charts of the report: one description draws both the PNG for the model card and the SVG for the page."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-        title: what it shows, in a few words.
-        alt: what can be seen, for those who cannot see it.
-        draw: draws it.
-        height: inches.
+        title: a short title.
+        alt: a description of the content, for screen readers.
+        draw: the function that draws it.
+        height: in inches.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """Panels that belong together: one picture of a model card, side by side on a page that is wide enough.
+    """Panels that belong together: one picture in a model card; side by side on a page that is wide enough.
 
     Attributes:
         name: of the file, without its ending.
@@ -60,7 +60,7 @@ class Chart:
 
     @property
     def alt(self) -> str:
-        """What can be seen on the picture."""
+        """A description of the picture, for screen readers."""
         return " ".join(panel.alt for panel in self.panels)
 
     def save(self, folder: Path) -> None:
@@ -95,7 +95,7 @@ MARKERS = "D^vPX<>"  # as many as share no factor with the number of colors, so 
 
 
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Color and marker of each model, or contender of a benchmark: the original's are the same everywhere."""
+    """The color and marker of each model or contender; the original's are the same in all charts."""
     fixed_styles = {"original": ("original", "o"), "converted": ("converted", "s")}
     other_names = [name for name in names if name not in fixed_styles]
     colors = ["series-1", "series-2", "series-3", "series-4", *["converted"] * ("converted" not in names)]
@@ -112,7 +112,7 @@ def curve(
     look: Mapping[str, Mapping[str, Any]],
     unit: str = "tokens",
 ) -> None:
-    """A line for each name, of values by length, and the names above.
+    """Draw a line of values by length for each name, with the legend above.
 
     Args:
         lengths: numbers of tokens, which are on a logarithmic axis, or names of lengths, which are evenly spaced.
@@ -138,7 +138,7 @@ def curve(
 def bars(
     axes: Axes, values: Mapping[str, float], look: Mapping[str, Mapping[str, Any]], text: Callable[[float], str]
 ) -> None:
-    """A bar for each name, from zero on, with its value at the end: what is known at one length only.
+    """Draw a bar for each name, from zero, with its value at the end; for results of a single length.
 
     Args:
         text: a value as people read it.
@@ -174,7 +174,7 @@ def byte_axis(axis: Axis, base: int, most: int = 8) -> None:
 
 
 def perplexity_axis(axes: Axes) -> None:
-    """Label an axis of perplexities, and let it span a fiftieth of them at least: noise should not look like loss."""
+    """Label an axis of perplexities. It spans at least 2% of them, so that noise does not look like loss."""
     low, high = axes.get_ylim()
     margin = max(0.0, (low + high) / 2 / 50 - (high - low)) / 2
     axes.set_ylim(low - margin, high + margin)
@@ -182,7 +182,7 @@ def perplexity_axis(axes: Axes) -> None:
 
 
 def names_above(axes: Axes, columns: int = 2, handles: Sequence[Artist] | None = None) -> None:
-    """The legend between title and axes, of what is drawn or of these handles."""
+    """Draw the legend between title and axes, for all that is drawn or for these handles."""
     legend = axes.legend(
         handles=handles,
         loc="lower left",
@@ -210,7 +210,7 @@ def plain_size(count: float) -> str:
 
 
 def label(name: Any, max_width: int = MAX_NAME_WIDTH) -> str:
-    """A name from a file as a chart can show it: on one line, of a long one the end."""
+    """A name from a file as a chart label: one line, and only the end of a long name."""
     text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(name))
     if text.startswith("_"):  # matplotlib leaves such names out of legends
         text = f"\N{ZERO WIDTH SPACE}{text}"
@@ -223,7 +223,7 @@ def label(name: Any, max_width: int = MAX_NAME_WIDTH) -> str:
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
-    """Draw a panel, in colors that have a name in the page's style sheet."""
+    """Draw a panel in the colors that are named in the page's style sheet."""
     axes.set_facecolor("none")
     axes.set_axisbelow(True)
     axes.grid(color=LIGHT["line"], lw=0.6)

@@ -1,4 +1,4 @@
-"""The colors of the report: one set on white paper, for pictures and light pages, and one for dark pages."""
+"""The colors of the report: a set for pictures and light pages, and a set for dark pages."""
 
 from __future__ import annotations
 

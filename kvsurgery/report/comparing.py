@@ -1,4 +1,4 @@
-"""Writing a comparison: `index.html` with several checkpoints and sweeps side by side, and its chart as a PNG."""
+"""Write a comparison: `index.html` with several checkpoints and sweeps side by side, and its chart as a PNG."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvsurgery.report.writing import PAGE, save_page, short_name, showable
 
 
 def write_comparison(folders: Sequence[Path], out: Path, progress: Progress = silent) -> tuple[Path, Comparison]:
-    """Write the page that compares what `eval`, `bench` and `sweep` left in several folders.
+    """Write the page that compares results of `eval`, `bench` and `sweep` in several folders.
 
     Returns:
         The page, and what it compares.
 
     Raises:
-        KVSurgeryError: as `compare`; or a folder's results are not what this version writes.
+        KVSurgeryError: as `compare`, or a folder's results are from another version.
         OutputError: a file cannot be written.
     """
     check_output(out)
@@ -45,13 +45,13 @@ def write_comparison(folders: Sequence[Path], out: Path, progress: Progress = si
 
 
 def write_sweep(folder: Path, progress: Progress = silent) -> Path:
-    """Write the page of a sweep into its own folder, and beside it `sweep.png`.
+    """Write the page of a sweep and `sweep.png` into the folder of the sweep.
 
     Returns:
         The page.
 
     Raises:
-        KVSurgeryError: the folder has no finished sweep, or not what this version writes.
+        KVSurgeryError: the folder has no finished sweep, or one from another version.
         OutputError: a file cannot be written.
     """
     with showable(folder):
@@ -63,7 +63,7 @@ def write_sweep(folder: Path, progress: Progress = silent) -> Path:
 
 
 def quality_chart(comparison: Comparison) -> Chart | None:
-    """A panel for each task: every checkpoint and every series of a sweep, over the KV bytes of the longest sample."""
+    """Plot quality against the KV bytes of the longest sample: a panel for each task, with checkpoints and sweeps."""
     sizes = [
         (run.tokens, run.dense_bytes)
         for run in comparison.evaluations
@@ -116,7 +116,7 @@ def _page(comparison: Comparison, chart: Chart | None) -> str:
 
 
 def _title(comparison: Comparison, original: str | None) -> str:
-    """What is compared, and of which model."""
+    """The title of the page: the kinds of results, and the model."""
     entries, sweeps = comparison.entries, comparison.sweeps
     name = short_name(original) if original else ""
     if len(entries) + len(sweeps) == 1:
@@ -127,7 +127,7 @@ def _title(comparison: Comparison, original: str | None) -> str:
 
 
 def _runs(comparison: Comparison) -> Iterator[tuple[str, Results | Bench | Sweep]]:
-    """The commands behind the page."""
+    """The commands that produced the results."""
     for entry in comparison.entries:
         if entry.results:
             yield f"{entry.name}: evaluation", entry.results

@@ -1,6 +1,6 @@
-"""`Comparison`: the evaluations, benchmarks and sweeps of several folders, which can be compared.
+"""`Comparison`: comparable evaluations, benchmarks and sweeps, read from several folders.
 
-They are of one original and one set of samples.
+They belong to the same original and the same set of samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Entry:
     bench: Bench | None
 
     def result(self, task: str, metric: str) -> TaskResult | None:
-        """The scores of one task by one metric, if it was evaluated and answered."""
+        """The scores of a task by a metric; None if it was not evaluated, or not answered."""
         task_results = self.results.tasks if self.results else ()
         for result in task_results:
             if (result.task, result.metric) == (task, metric) and result.scores:
@@ -48,7 +48,7 @@ class Entry:
         return None
 
     def joined(self, other: Entry) -> Entry | None:
-        """Both as one, where one folder has the evaluation and the other one the benchmark of one checkpoint."""
+        """Join two entries of one checkpoint, one with its evaluation and one with its benchmark."""
         evaluated, measured = (self, other) if self.results else (other, self)
         has_both = evaluated.results and measured.bench and not evaluated.bench and not measured.results
         if not has_both or self.name != other.name or not is_same_checkpoint(self.checkpoint, other.checkpoint):
@@ -67,12 +67,12 @@ class SweepEntry:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, in the order given.
+    """Checkpoints and sweeps that are compared, in the given order.
 
     Attributes:
         entries: converted checkpoints.
         sweeps: sweeps over the same original.
-        notices: what differs between them, a line each.
+        notices: differences between them, one line each.
     """
 
     entries: tuple[Entry, ...]
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def tasks(self) -> list[TaskResult]:
-        """The tasks of all results, each as the results with the most samples have it."""
+        """The tasks of all results; of each, the result with the most samples."""
         tasks: dict[tuple[str, str], TaskResult] = {}
         for results in self.evaluations:
             for task in results.original if isinstance(results, Sweep) else results.tasks:
@@ -102,8 +102,8 @@ def compare(folders: Sequence[Path]) -> Comparison:
     An evaluation and a benchmark of one checkpoint are one entry, at the place of the first.
 
     Raises:
-        KVSurgeryError: a folder has no results, or they are of another original, of other samples, or of no converted
-            checkpoint.
+        KVSurgeryError: a folder has no results, or they belong to another original, to other samples, or to no
+            converted checkpoint.
     """
     entries: list[Entry] = []
     sweeps: list[SweepEntry] = []
@@ -151,7 +151,7 @@ def _settings(folder: Path) -> Mapping[str, Any]:
 
 
 def _check_originals(entries: Sequence[Entry | SweepEntry]) -> None:
-    """Refuse results of two originals."""
+    """Refuse results that belong to different originals."""
     facts = [_original_facts(entry) for entry in entries]
     for place, other_place in combinations(range(len(entries)), 2):
         if not _is_same_original(facts[place], facts[other_place]):
@@ -162,7 +162,7 @@ def _check_originals(entries: Sequence[Entry | SweepEntry]) -> None:
 
 
 def _original_facts(entry: Entry | SweepEntry) -> dict[str, Any]:
-    """What results say about the original, as far as they do: older ones have no fingerprint of its weights."""
+    """The facts about the original that results record; older results have no fingerprint of its weights."""
     if isinstance(entry, SweepEntry):
         facts: dict[str, Any] = {"name": entry.sweep.source}
     else:
@@ -180,7 +180,7 @@ def _original_facts(entry: Entry | SweepEntry) -> dict[str, Any]:
 
 
 def _is_same_original(facts: Mapping[str, Any], other_facts: Mapping[str, Any]) -> bool:
-    """Whether weights are the same, or files as `fingerprint` of an evaluation has them, or else names and shapes."""
+    """Whether two originals are the same: by weights, else by file fingerprints, else by names and shapes."""
     common_names = facts.keys() & other_facts.keys()
     for name in ("weights", "files"):
         if name in common_names:
@@ -228,7 +228,7 @@ def _values(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _notices(entries: Sequence[Entry | SweepEntry]) -> Iterator[str]:
-    """What differs between results that can be compared: settings, versions and devices, numbers of samples, bytes."""
+    """Differences between comparable results: settings, versions, devices, numbers of samples, and bytes."""
     evaluations = _evaluations(entries)
     benchmarks = [(entry, entry.bench) for entry in entries if isinstance(entry, Entry) and entry.bench]
     for kind, runs in (("evaluations", evaluations), ("benchmarks", benchmarks)):

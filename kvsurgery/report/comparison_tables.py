@@ -21,7 +21,7 @@ UNQUANTIZED = "unquantized"
 
 @dataclass(frozen=True)
 class Cell:
-    """A value, the lines below it, and whether it is "better" or "worse" than the original's, if that is known."""
+    """A value, the lines below it, and "better" or "worse" if it clearly differs from the original's."""
 
     text: str = NOTHING
     notes: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row and its header; where a setting was left out, the reason takes the place of its cells."""
+    """A row and its header; the row of a skipped setting has the reason in place of cells."""
 
     name: str
     note: str
@@ -82,7 +82,7 @@ def _setting_row(sweep: Sweep, point: Point, fronts: Mapping[tuple[str, str], Se
 
 
 def _heads(entries: Sequence[Entry]) -> Iterator[TableRow]:
-    """Full and other KV heads, of those that a policy decides."""
+    """The numbers of full and other KV heads that the policy decided."""
     surgeries = [entry.checkpoint["surgery"] for entry in entries]
     counts = [decided_kinds(surgery["heads"], surgery["full_heads"]) for surgery in surgeries]
     original_text = f"{counts[0].total():,} of {counts[0].total():,}"
@@ -105,7 +105,7 @@ def _bits(entry: Entry) -> str:
 
 
 def _kv_bytes(entries: Sequence[Entry]) -> TableRow:
-    """At the longest length, which is the model's own context."""
+    """KV bytes at the longest length, the model's own context."""
     surgeries: list[Mapping[str, Any]] = [entry.checkpoint["surgery"] for entry in entries]
     rows = [surgery["kv_bytes"][-1] for surgery in surgeries]
     dtypes = dict.fromkeys(surgery.get("kv_dtype", "16 bit") for surgery in surgeries)
@@ -118,7 +118,7 @@ def _kv_bytes(entries: Sequence[Entry]) -> TableRow:
 
 
 def _speeds(entries: Sequence[Entry]) -> Iterator[Cell]:
-    """At the longest prompts that all benchmarks have in common, or each at its own."""
+    """Decode speeds at the longest prompt length that all benchmarks share, or else at each one's longest."""
     ratios_by_entry = [decode_ratios(entry.bench) for entry in entries]
     place_sets = [set(ratios) for ratios in ratios_by_entry if ratios]
     common_places = set.intersection(*place_sets) if place_sets else set()
@@ -138,7 +138,7 @@ def _scores(comparison: Comparison) -> Iterator[TableRow]:
 
 
 def _score(result: TaskResult | None, model: str) -> Cell:
-    """A score with its interval; of a converted model, also the difference to the original with its interval."""
+    """A score with its interval; for a converted model, also the difference from the original with its interval."""
     if result is None or model not in result.scores:
         return Cell()
     metric, interval = result.metric, result.scores[model]

@@ -1,4 +1,4 @@
-"""What tables and charts show, from what an evaluation wrote: cells averaged, tasks brought together."""
+"""The data of tables and charts, from the results of an evaluation: averages, curves, verdicts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class DepthGrid:
     """The scores of one model by depth and length.
 
     Attributes:
-        title: task and model, and where the task has several, the metric.
-        task, model: whose.
+        title: task and model, and the metric if the task has several.
+        task, model: the task and the model of the scores.
         tokens, depths: of the columns and rows, ascending.
         scores: by (depth, tokens); a place without samples is left out.
     """
@@ -38,14 +38,14 @@ class DepthGrid:
 
 @dataclass(frozen=True)
 class Curve:
-    """The mean scores of a benchmark's tasks by length: each task counts alike.
+    """The mean scores of a benchmark by length; all its tasks have the same weight.
 
     Attributes:
         name: of the benchmark: "ruler" of "ruler/niah_single_1".
-        metric: of all tasks, or "score" where they differ.
-        tasks: how many are averaged.
-        fact: what says how long a sample is.
-        lengths: as samples have them, ascending where they are numbers.
+        metric: the metric of all tasks, or "score" if they differ.
+        tasks: number of tasks in the average.
+        fact: the fact of a sample that holds its length.
+        lengths: as samples have them, ascending if they are numbers.
         scores: by model, mean scores by length.
     """
 
@@ -58,7 +58,7 @@ class Curve:
 
     @property
     def title(self) -> str:
-        """What it is, in a few words."""
+        """A short title."""
         metric = "" if self.metric in (self.name, "score") else f", {self.metric}"
         return f"{self.name}{metric}" + (f", mean of {self.tasks} tasks" if self.tasks > 1 else "")
 
@@ -69,7 +69,7 @@ def models(results: Results) -> tuple[str, ...]:
 
 
 def titles(tasks: Iterable[TaskResult]) -> dict[tuple[str, str], str]:
-    """What to call each task and metric: with its metric, where a task has several."""
+    """The title of each task and metric; it names the metric if a task has several."""
     tasks = [*tasks]
     metrics = Counter(task.task for task in tasks)
     return {
@@ -79,7 +79,7 @@ def titles(tasks: Iterable[TaskResult]) -> dict[tuple[str, str], str]:
 
 
 def grids(results: Results) -> tuple[DepthGrid, ...]:
-    """Of every task with several depths, a grid for each model."""
+    """A grid of scores for each model, for every task with several depths."""
     depth_grids, names = [], titles(results.tasks)
     for task in results.tasks:
         cells = [cell for cell in task.cells if {"tokens", "depth"} <= cell.facts.keys()]
@@ -92,9 +92,9 @@ def grids(results: Results) -> tuple[DepthGrid, ...]:
 
 
 def curves(results: Results) -> tuple[Curve, ...]:
-    """Of every benchmark with several lengths, but for those that have a grid.
+    """A curve for every benchmark with several lengths, except for tasks that have a grid.
 
-    What else a task was measured by makes a curve of its own.
+    Each further metric of a task makes a curve of its own.
     """
     grid_tasks = {grid.task.task for grid in grids(results)}
     seen_tasks = set()
@@ -109,7 +109,7 @@ def curves(results: Results) -> tuple[Curve, ...]:
 
 
 def verdict(task: TaskResult) -> str:
-    """What the interval of the difference says: one of `FINDINGS`, or why it says nothing."""
+    """The verdict from the interval of the difference: one of `FINDINGS`, or the reason why there is none."""
     difference = task.difference
     if task.count < FEWEST_SAMPLES:
         return "too few samples"
@@ -121,7 +121,7 @@ def verdict(task: TaskResult) -> str:
 
 
 def against_original(task: TaskResult) -> str:
-    """The verdict on the converted model's score as a table says it: "worse by 12.0 points [3.0, 20.0]"."""
+    """The verdict on the converted model's score, for a table: "worse by 12.0 points [3.0, 20.0]"."""
     difference, finding = task.difference, verdict(task)
     if task.count < FEWEST_SAMPLES or difference is None:
         return "too few samples to tell"
@@ -168,7 +168,7 @@ def _curve(name: str, tasks: Sequence[TaskResult], names: Iterable[str]) -> Curv
 
 
 def _means(cells: Collection[Cell], model: str, facts: tuple[str, ...]) -> dict[tuple, float]:
-    """Mean scores of samples by some of their facts."""
+    """Mean scores of samples, grouped by some of their facts."""
     sums: dict[tuple, tuple[float, int]] = {}
     for cell in cells:
         if model in cell.scores:

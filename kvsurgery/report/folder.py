@@ -23,7 +23,7 @@ PAGE = "index.html"
 
 
 def has_page(folder: Path) -> bool:
-    """Whether a folder holds results whose page belongs there, or an evaluation that is not finished."""
+    """Whether a folder holds results with a page of their own, or an unfinished evaluation."""
     return any((folder / name).exists() for name in LOADERS) or _unfinished(folder) == evaluation.FILE
 
 
@@ -33,15 +33,15 @@ def is_sweep(folder: Path) -> bool:
 
 
 def _unfinished(folder: Path) -> str | None:
-    """The file that will hold the results of the run that a folder's settings belong to, if there are any."""
+    """The file of results that the unfinished run in a folder will write; None without such a run."""
     return read_settings(folder).get("file") if (folder / evaluation.SETTINGS).exists() else None
 
 
 def read(folder: Path) -> tuple[Results | None, Bench | None]:
-    """What an evaluation and a benchmark left in a folder.
+    """Read the results of an evaluation and a benchmark in a folder.
 
     Raises:
-        KVSurgeryError: nothing, or something else.
+        KVSurgeryError: the folder has no results, or results of two checkpoints.
     """
     quoted = shlex.quote(str(folder))
     results = Results.load(folder) if (folder / evaluation.FILE).exists() else None
@@ -64,10 +64,10 @@ def read(folder: Path) -> tuple[Results | None, Bench | None]:
 
 
 def check_output(folder: Path) -> None:
-    """Check that results can be written to a folder, and that it is no checkpoint, of which they would become a part.
+    """Check that results can be written to a folder, and that the folder is not a checkpoint.
 
     Raises:
-        OutputError: they cannot, or it is.
+        OutputError: they cannot be written, or it is a checkpoint.
     """
     check_folder(folder)
     if (folder / CONFIG).exists():
@@ -75,10 +75,10 @@ def check_output(folder: Path) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Check that what results write beside them replaces no file of something else.
+    """Check that the page and pictures of results would not replace unrelated files.
 
     Raises:
-        OutputError: there are such files, and neither results nor the settings of an interrupted run.
+        OutputError: there are such files, but neither results nor the settings of an interrupted run.
     """
     if any((folder / name).exists() for name in (*LOADERS, sweep_results.FILE, evaluation.SETTINGS)):
         return
@@ -91,10 +91,10 @@ def check_neighbor(folder: Path, checkpoint: Path, name: str) -> None:
     """Check that the results of a checkpoint can join those in a folder, whose page will show both.
 
     Args:
-        name: of the file that the other command leaves there, "bench.json" of an evaluation's neighbor.
+        name: the result file of the other command, such as "bench.json" for an evaluation.
 
     Raises:
-        KVSurgeryError: there is a sweep, or the file is of another checkpoint or not what this version writes.
+        KVSurgeryError: the folder has a sweep, or the file is from another checkpoint or another version.
     """
     if is_sweep(folder):
         raise OutputError(f"{folder} holds a sweep; give other results a folder of their own")
@@ -103,17 +103,17 @@ def check_neighbor(folder: Path, checkpoint: Path, name: str) -> None:
 
 
 def facts_of(checkpoint: Path) -> Mapping[str, Any]:
-    """The facts of a checkpoint as results have them, which are read from JSON."""
+    """The facts of a checkpoint in the form that results have after JSON."""
     return json.loads(json.dumps(inspect_checkpoint(checkpoint, str(checkpoint)).to_json()))
 
 
 def checkpoint_of(results: Results | None, bench: Bench | None) -> Mapping[str, Any]:
-    """The facts of the checkpoint that was evaluated, measured, or both."""
+    """The facts of the checkpoint that the results belong to."""
     return next(run.checkpoint for run in (results, bench) if run is not None)
 
 
 def is_same_checkpoint(first_facts: Mapping[str, Any], second_facts: Mapping[str, Any]) -> bool:
-    """Whether two facts of a checkpoint tell of the same surgery."""
+    """Whether the facts of two checkpoints describe the same surgery."""
     surgeries = [facts["surgery"] or {} for facts in (first_facts, second_facts)]
     return all(
         surgeries[0].get(fact) == surgeries[1].get(fact) for fact in ("base_model", "base_revision", "options", "heads")

@@ -1,4 +1,4 @@
-"""The report's sentences: what a checkpoint is, and what was found in one line each."""
+"""Sentences of the report: a description of the checkpoint, and one line for each finding."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MOST_OPEN = 5.0  # points that a score may have lost where a model is called sti
 
 @dataclass(frozen=True)
 class Tile:
-    """A figure, and what it says."""
+    """A figure at the top of the page, with its meaning."""
 
     figure: str
     text: str
 
 
 def lead(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | None) -> str:
-    """The first sentences of the page: what the checkpoint is, and which of its runs are shown."""
+    """The first sentences of the page: a description of the checkpoint and of the results shown."""
     runs = " and ".join([*["evaluation"] * (results is not None), *["benchmark"] * (bench is not None)])
     runs_sentence = f"This page shows its {runs}."
     surgery = checkpoint["surgery"]
@@ -67,7 +67,7 @@ def conversion(checkpoint: Mapping[str, Any]) -> str:
 
 
 def layers(heads: Sequence[Sequence[str | int]]) -> list[dict[str, str | int]]:
-    """Per layer, how many KV heads are of each kind that the model has, and the span of budgets."""
+    """Per layer, the number of KV heads of each kind in the model, and the range of budgets."""
     present_kinds, rows = kinds_of(heads), []
     for layer in heads:
         counts = kinds_of([layer])
@@ -146,13 +146,13 @@ def _worse(count: int, total: int) -> str:
 
 
 def _is_loss(task: TaskResult) -> bool:
-    """Whether a task's score is clearly worse, or no number where the original's is one."""
+    """Whether a task's score is clearly worse, or NaN while the original's is a number."""
     converted, original = task.scores[CONVERTED].mean, task.scores[ORIGINAL].mean
     return verdict(task) == WORSE or (math.isnan(converted) and not math.isnan(original))
 
 
 def _loss(task: TaskResult) -> float:
-    """How much of a score is lost, as far as scores of several kinds can be compared."""
+    """The lost part of a score, on a scale that compares different kinds of scores roughly."""
     original, converted = task.scores[ORIGINAL].mean, task.scores[CONVERTED].mean
     if not math.isfinite(converted):
         return math.inf
@@ -160,7 +160,7 @@ def _loss(task: TaskResult) -> float:
 
 
 def _is_open(task: TaskResult) -> bool:
-    """Whether a share may be smaller than the original's, as far as its interval says."""
+    """Whether the interval allows that a share is smaller than the original's."""
     return task.metric != PERPLEXITY and verdict(task) == UNCLEAR
 
 
@@ -184,7 +184,7 @@ def longest_place(places: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _speed(bench: Bench | None) -> Iterator[Tile]:
-    """At the longest prompts that both models decode after."""
+    """The decode speed at the longest prompts for which both models were measured."""
     if ratios := decode_ratios(bench):
         tokens, batch = place = longest_place(ratios)
         yield Tile(f"{ratios[place]:.2f}×", f"the original's decode speed at {tokens:,} tokens, batch {batch}")

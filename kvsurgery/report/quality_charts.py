@@ -32,9 +32,9 @@ class Place:
     Attributes:
         kv_bytes: of one sequence.
         score: mean; shares are 0 to 1.
-        low, high: the original's score plus the interval of the difference, which is paired by sample and therefore
-            narrower than the score's own interval.
-        number: the value that is written beside it.
+        low, high: the original's score plus the interval of the difference. This interval is paired by sample, so it is
+            narrower than the interval of the score.
+        number: the value written next to the point.
         front: whether no setting of its sweep with the same or a smaller KV cache scores as well.
     """
 
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Line:
-    """Places with one color, from the smallest on; `joined` if they differ in one option."""
+    """Places of one color, by ascending size; `joined` if they differ in one option."""
 
     name: str
     places: Sequence[Place]
@@ -68,14 +68,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Quality:
-    """What a panel shows.
+    """The content of a panel.
 
     Attributes:
-        task: whose scores; those of the original are the dashed line.
-        lines: of converted checkpoints.
-        tokens: of the sequence that bytes are given for.
-        dense_bytes: of the original's KV cache.
-        numbers: the option whose values are written beside places, if any.
+        task: the task; the original's score is the dashed line.
+        lines: converted checkpoints.
+        tokens: length of the sequence for which bytes are given.
+        dense_bytes: bytes of the original's KV cache.
+        numbers: the option whose values are written next to the points, if any.
     """
 
     task: TaskResult
@@ -148,7 +148,7 @@ def _draw(quality: Quality, axes: Axes) -> None:
 
 
 def _scale(axes: Axes, metric: str) -> None:
-    """Bytes across, logarithmic; scores up."""
+    """Set the scales: logarithmic bytes on the x-axis, scores on the y-axis."""
     axes.set_xscale("log", base=2)
     axes.margins(x=0.08, y=0.15)
     byte_axis(axes.xaxis, base=2, most=6)

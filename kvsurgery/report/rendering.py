@@ -1,4 +1,4 @@
-"""Rendering of the report's pages from their templates: one HTML file each, which needs no other file."""
+"""Render the report's pages from their templates, as one self-contained HTML file each."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def render(template: str, **values: Any) -> str:
 
 
 def _peak(row: Row) -> str:
-    """The most memory of any phase."""
+    """The largest memory peak of all phases."""
     peaks = [phase.peak_bytes for phase in (row.prefill, row.chunked, row.first_token, row.decode) if phase]
     return size(max(peaks)) if peaks else "–"
 
 
 def _with_breaks(name: str) -> Markup:
-    """A name that may go on in the next line after a slash, a dot or an underscore."""
+    """A name in HTML that can break after a slash, a dot or an underscore."""
     return Markup("<wbr>").join(re.split(r"(?<=[/_])|(?<=\.)(?!\d)", name))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of scores: needle heat maps, all tasks beside each other, and curves by length."""
+"""Charts of scores: needle heat maps, all tasks side by side, and curves by length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_NUMBERS = 12  # columns of a heat map that have room for numbers
 
 
 def needle_maps(results: Results) -> Chart | None:
-    """Depth x length, side by side for the models."""
+    """Needle heat maps: scores by depth and length, side by side for the models."""
     depth_grids = grids(results)
     panels = tuple(
         Panel(
@@ -76,7 +76,7 @@ def _draw_grid(grid: DepthGrid, axes: Axes) -> None:
 
 
 def task_scores(results: Results) -> Chart | None:
-    """Every task's score and interval, but for perplexities, which have another scale."""
+    """Scores of all tasks with their intervals, without perplexities, which have another scale."""
     tasks = [task for task in results.tasks if task.metric != PERPLEXITY and task.scores]
     if not tasks:
         return None
@@ -117,7 +117,7 @@ def _draw_tasks(tasks: Mapping[str, TaskResult], names: Sequence[str], axes: Axe
 
 
 def length_curves(results: Results) -> Chart | None:
-    """Scores by length, of each benchmark that has several."""
+    """Curves of scores by length, for each benchmark with several lengths."""
     score_curves = curves(results)
     panels = tuple(
         Panel(score_curve.title, _alt(score_curve), partial(_draw_curve, score_curve)) for score_curve in score_curves

@@ -1,4 +1,4 @@
-"""What a model card says of a report: its pictures and the table of scores, with the files to put beside it."""
+"""The section of a model card about a report: its pictures, the table of scores, and the files to upload."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FOLDER = "report"  # in the repository
 
 
 def card_files(checkpoint: Path, report: Path) -> dict[str, bytes | Path]:
-    """What `push` uploads for a report, by name in the repository: page, pictures, and the card that shows them.
+    """The files that `push` uploads for a report, by name in the repository: page, pictures and model card.
 
     Args:
         checkpoint: the folder of a converted checkpoint.
         report: the folder that `kvsurgery eval` or `kvsurgery bench` wrote.
 
     Raises:
-        KVSurgeryError: there is no report, or it is of another checkpoint.
+        KVSurgeryError: there is no report, or it belongs to another checkpoint.
     """
     results, bench = read(report)
     page = report / PAGE

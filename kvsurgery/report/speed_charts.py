@@ -1,4 +1,4 @@
-"""Pictures of a benchmark: time and KV bytes by length, a line for each contender."""
+"""Charts of a benchmark: time, memory and KV bytes by length, a line for each contender."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def speed(bench: Bench) -> Chart | None:
 
 
 def short_time(seconds: float) -> str:
-    """Seconds for people: 12.3 ms."""
+    """A time as text: 12.3 ms."""
     for unit, scale in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
         if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Pictures of a conversion: what became of each KV head, and the KV cache before and after."""
+"""Charts of a conversion: the kind of each KV head, and the KV cache before and after."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOOKS = dict(zip(("before", "after"), looks(("original", "converted")).values(),
 
 
 def head_map(surgery: Mapping[str, Any]) -> Chart:
-    """What each KV head keeps: layers across, the original's heads down."""
+    """A map of the tokens that each KV head keeps: layers on the x-axis, the original's heads on the y-axis."""
     heads = surgery["heads"]
     counts = kinds_of(heads)
     summary = ", ".join(f"{count} {kind.name}" for kind, count in counts.items())

@@ -30,15 +30,15 @@ def quality(sweep: Sweep) -> Chart:
 
 
 def axis_of(sweep: Sweep) -> str:
-    """The axis that lines go along: the size with the most values, or any other axis where no size has several."""
+    """The option that varies along a line: the size with the most values, or another option if no size has several."""
     varied_axes = varied(sweep.axes)
     return max([name for name in SIZES if name in varied_axes] or varied_axes, key=lambda name: len(sweep.axes[name]))
 
 
 def series_of(sweep: Sweep) -> dict[str, list[Point]]:
-    """The points that were evaluated, by what their line is called: the values of the axes that it does not go along.
+    """The evaluated points by the name of their line: the values of the options that do not vary along it.
 
-    Where these were too many lines, the axis with the fewest values makes them.
+    If there would be too many lines, only the option with the fewest values makes lines.
     """
     other_axes = [name for name in varied(sweep.axes) if name != axis_of(sweep)]
     if math.prod(len(sweep.axes[name]) for name in other_axes) > MOST_LINES:

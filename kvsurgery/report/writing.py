@@ -1,4 +1,4 @@
-"""Writing a report: `index.html`, which needs no other file and no network, and a PNG of each chart."""
+"""Write a report: a self-contained `index.html`, and a PNG of each chart."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ BENCHMARK = (
 
 
 def write_report(folder: Path, progress: Progress = silent) -> Path:
-    """Write the page of what lies in a folder, `results.json` or `bench.json` or both, and beside it the pictures.
+    """Write the page and pictures for the results in a folder: `results.json`, `bench.json` or both.
 
     Returns:
         The page.
 
     Raises:
-        KVSurgeryError: neither is there, or one is not what this version writes.
+        KVSurgeryError: there are no results, or they are from another version.
         OutputError: a file cannot be written.
     """
     results, bench = read(folder)
@@ -52,10 +52,10 @@ def write_report(folder: Path, progress: Progress = silent) -> Path:
 
 @contextmanager
 def showable(*folders: Path) -> Generator[None]:
-    """Turn what values of another kind raise into an error that names the folders they come from.
+    """Turn errors about malformed results into an error that names their folders.
 
     Raises:
-        KVSurgeryError: the code inside found such a value.
+        KVSurgeryError: a value in the results is malformed.
     """
     try:
         yield
@@ -79,7 +79,7 @@ def save_page(folder: Path, page: str, page_charts: Sequence[Chart], progress: P
 
 
 def charts(results: Results | None, bench: Bench | None) -> tuple[Chart, ...]:
-    """All that there is something to show on, in the order of the page."""
+    """The charts for which there is data, in the order of the page."""
     surgery = checkpoint_of(results, bench)["surgery"]
     candidates: list[Chart | None] = [head_map(surgery), kv_memory(surgery)] if surgery else []
     if results is not None:
@@ -90,7 +90,7 @@ def charts(results: Results | None, bench: Bench | None) -> tuple[Chart, ...]:
 
 
 def _page(results: Results | None, bench: Bench | None, page_charts: tuple[Chart, ...]) -> str:
-    """The HTML of all of it; names and texts are escaped."""
+    """The HTML of the page; names and texts are escaped."""
     runs = [run for run in ((*EVALUATION, results), (*BENCHMARK, bench)) if run[-1] is not None]
     checkpoint = checkpoint_of(results, bench)
     surgery = checkpoint["surgery"]
@@ -121,7 +121,7 @@ def short_name(source: str) -> str:
 
 
 def _skipped(results: Results) -> Iterator[tuple[str, str, int]]:
-    """Tasks, reasons and numbers of samples, once for a task with several metrics."""
+    """Skipped samples: task, reason and number, once for a task with several metrics."""
     for task, counts in {task.task: task.skipped for task in results.tasks}.items():
         for reason, count in counts.items():
             yield task, reason, count

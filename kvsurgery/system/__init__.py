@@ -1,1 +1,1 @@
-"""What programs need of a machine: files, memory, processes."""
+"""Operating system helpers: files, locks, memory, processes."""

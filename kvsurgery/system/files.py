@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and documents of this tool's own."""
+"""Checks before files are written, atomic writes, and JSON documents of this tool."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def check_file(path: Path) -> None:
 
 
 def check_new_file(path: Path) -> None:
-    """Check that a file can be written and replaces none, before the work whose result it will hold.
+    """Check that a new file can be written, before the work whose result it will hold.
 
     Raises:
-        OutputError: as `check_file`, or it exists.
+        OutputError: as `check_file`, or the file exists.
     """
     check_file(path)
     if path.exists():
@@ -47,10 +47,10 @@ def check_new_file(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that files can be written to a folder, which need not be there yet, before the work that gives them.
+    """Check that files can be written to a folder, which need not exist yet, before the work that produces them.
 
     Raises:
-        OutputError: it is no folder, lies in none, or there is no permission.
+        OutputError: it or its parent is not a folder, or there is no permission.
     """
     existing_path = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing_path.is_dir():
@@ -63,7 +63,7 @@ def check_readable(path: str | Path) -> None:
     """Check that a file can be read, so that long work does not fail at its end.
 
     Raises:
-        KVSurgeryError: it cannot.
+        KVSurgeryError: it cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -74,10 +74,10 @@ def check_readable(path: str | Path) -> None:
 
 @contextmanager
 def reading_text(path: str | Path, label: str = "") -> Generator[None]:
-    """Inside, a file is read that a user gave, such as `label`: "needles".
+    """Turn errors of reading a user's text file into TextError; `label` says what the file is, such as "needles".
 
     Raises:
-        TextError: it cannot be read, or is not UTF-8.
+        TextError: the file cannot be read, or is not UTF-8.
     """
     try:
         yield
@@ -88,11 +88,11 @@ def reading_text(path: str | Path, label: str = "") -> Generator[None]:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text whose strings are all whole characters, which tokenizers and files need.
+    """Parse JSON, and refuse strings with half of a character, which tokenizers and files cannot take.
 
     Raises:
-        ValueError: it is not JSON, or a string has half of a character: "\\ud83d" without the half that belongs to it.
-        RecursionError: it is too deep.
+        ValueError: it is not JSON, or a string has half of a character, a lone surrogate such as "\\ud83d".
+        RecursionError: it is nested too deeply.
     """
     value = json.loads(text)
     if SURROGATE.search(text):
@@ -104,7 +104,7 @@ def parse_json(text: str) -> Any:
 
 
 def json_values(value: Any) -> Any:
-    """A value of a dataclass's `asdict` in JSON's own values: None for a number that JSON lacks, NaN or an infinity."""
+    """A value of a dataclass's `asdict` as plain JSON values; NaN and infinities become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -113,21 +113,21 @@ def json_values(value: Any) -> Any:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a text file that is there with all of its content, or not at all.
+    """Write a text file atomically: with all of its content, or not at all.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     write_bytes_whole(path, content.encode(), "")
 
 
 def write_bytes_whole(path: Path, content: bytes, label: str) -> None:
-    """Write a file of bytes that is there with all of its content, or not at all.
+    """Write a file of bytes atomically: with all of its content, or not at all.
 
-    A write that fails leaves nothing behind, and what one left that was killed is removed by the next.
+    A failed write leaves nothing behind. The part that a killed write left is removed by the next one.
 
     Raises:
-        OutputError: `label` cannot be written.
+        OutputError: the file cannot be written; the message calls it `label`.
     """
     # of this process alone: another one may write the same file
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -161,7 +161,7 @@ def _is_alive(process: int) -> bool:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows, which have the same names, as CSV, whole."""
+    """Write rows with the same names as CSV, atomically."""
     file = io.StringIO()
     writer = csv.DictWriter(file, rows[0] if rows else (), lineterminator="\n")
     writer.writeheader()
@@ -171,14 +171,14 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def document(path: Path, kind: tuple[str, int], command: str) -> Generator[dict[str, Any]]:
-    """Read a JSON document, and make of it what it stands for inside.
+    """Read a JSON document, check its format and version, and turn errors inside the block into one about the file.
 
     Args:
-        kind: its format and version, which its content says.
-        command: what writes it: "kvsurgery eval".
+        kind: the format and version that the document must have.
+        command: the command that writes it, such as "kvsurgery eval".
 
     Raises:
-        KVSurgeryError: it is missing, of another kind, or cannot become what it stands for.
+        KVSurgeryError: the file is missing, has another format or version, or has malformed content.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -192,7 +192,7 @@ def document(path: Path, kind: tuple[str, int], command: str) -> Generator[dict[
 
 
 def differences(left: Any, right: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Keys that lead to what differs between two documents, and both values, as far down as both are objects."""
+    """The differences between two documents: the path of keys and both values, down to the first non-object."""
     if isinstance(left, dict) and isinstance(right, dict):
         for key in dict.fromkeys([*left, *right]):
             yield from differences(left.get(key), right.get(key), (*keys, key))

@@ -1,4 +1,4 @@
-"""JSONL files that survive a kill: records are appended, and a torn last line is cut off."""
+"""JSONL files that survive a kill: records are appended, and an incomplete last line is removed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvsurgery.system.files import json_values, parse_json
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file, none of an absent one. A torn last line is cut off the file.
+    """Read the records of a JSONL file, none if it is missing, and remove an incomplete last line from the file.
 
     Raises:
-        KVSurgeryError: a line before it is no JSON object.
+        KVSurgeryError: an earlier line is not a JSON object.
     """
     if not path.exists():
         return []
@@ -41,10 +41,10 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def lines(records: Iterable[Mapping[str, Any]]) -> str:
-    """Records as JSONL, in which a number that JSON lacks is null."""
+    """Records as JSONL; NaN and infinities become null."""
     return "".join(json.dumps(json_values(record), ensure_ascii=False) + "\n" for record in records)
 
 
 def damaged(path: Path, number: int, reason: str) -> KVSurgeryError:
-    """The error of a line that is not what was written."""
+    """The error for a damaged line."""
     return KVSurgeryError(f"{path}, line {number} is damaged: {reason}; remove the file to run anew")

@@ -1,4 +1,4 @@
-"""Folders and files that one process at a time writes. A lock ends with its process, however that dies."""
+"""Locks on output folders and files. A lock ends with its process, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOCK = ".lock"
 
 @contextmanager
 def reserved_folder(folder: Path) -> Generator[None]:
-    """Inside, a folder is there, and no other process writes it; afterwards it is gone if nothing is in it.
+    """Create and lock a folder inside the block, and remove it afterwards if it is empty.
 
     Raises:
-        OutputError: another process writes it, or it cannot be made.
+        OutputError: another process writes to it, or it cannot be created.
     """
     if not os.path.isdir(folder):  # unlike Path.is_dir, it answers for names that are too long
         check_folder(folder)
@@ -37,10 +37,10 @@ def reserved_folder(folder: Path) -> Generator[None]:
 
 @contextmanager
 def reserved_file(path: Path) -> Generator[None]:
-    """Inside, no other process that reserves it writes a file. A file beside it is the lock, and gone afterwards.
+    """Lock a file inside the block, by a lock file beside it that is removed afterwards.
 
     Raises:
-        OutputError: another process writes it, or it cannot be written.
+        OutputError: another process writes the file, or it cannot be written.
     """
     check_file(path)
     lock_path = path.with_name(path.name + LOCK)
@@ -53,7 +53,7 @@ def reserved_file(path: Path) -> Generator[None]:
 
 
 def lock(descriptor: int, path: Path) -> None:
-    """Keep other processes from writing a path until a descriptor of its lock is closed, as when a process dies.
+    """Lock a path until the descriptor of its lock is closed, which also happens when the process dies.
 
     Raises:
         OutputError: another process has the lock.
@@ -68,7 +68,7 @@ def lock(descriptor: int, path: Path) -> None:
 
 
 def _locked(lock_path: Path, open_lock: Callable[[], int | None], path: Path) -> int:
-    """A descriptor of what is locked for a path; opening makes it if need be, and gives None where it is gone again."""
+    """Open the lock of a path, and create it if necessary; None if another process has just removed it."""
     while True:
         try:
             descriptor = open_lock()

@@ -1,4 +1,4 @@
-"""The processes that share some work, as `torchrun` or `accelerate launch` started them."""
+"""Distributed processes, as `torchrun` or `accelerate launch` start them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PATIENCE = timedelta(hours=2)  # how long a process waits for another, which may
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all; the only one, where nothing started more.
+    """This process and the number of all processes; without a launcher, the only one.
 
     Attributes:
-        rank, world: its number, and how many there are.
+        rank, world: the rank of this process, and the number of processes.
         local, local_world: the same on this machine.
-        device: where it computes.
+        device: the device on which it computes.
     """
 
     rank: int = 0
@@ -36,7 +36,7 @@ class Processes:
 
     @contextmanager
     def first(self) -> Generator[None]:
-        """A block that the first process runs before the others do."""
+        """Let the first process run a block before the others."""
         if self.world > 1 and self.rank > 0:
             dist.barrier()
         yield
@@ -45,7 +45,7 @@ class Processes:
 
     @contextmanager
     def in_turns(self) -> Generator[None]:
-        """A block that the processes of a machine run one after the other."""
+        """Let the processes of a machine run a block one after another."""
         for turn in range(self.local_world):
             if turn == self.local:
                 yield
@@ -53,7 +53,7 @@ class Processes:
                 dist.barrier()
 
     def gather(self, records: Sequence[Any]) -> list[Any]:
-        """All processes' records, in the order of their numbers."""
+        """Gather the records of all processes, in the order of their ranks."""
         if self.world == 1:
             return list(records)
         gathered: list[Any] = [None] * self.world
@@ -61,7 +61,7 @@ class Processes:
         return [record for process_records in gathered for record in process_records]
 
     def agree(self, value: Any) -> Any:
-        """The first process's value, in every process."""
+        """Broadcast the first process's value to all processes."""
         if self.world == 1:
             return value
         values = [value]
@@ -69,23 +69,23 @@ class Processes:
         return values[0]
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of every process's tensor, in place."""
+        """Sum a tensor over all processes, in place."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
 
 def tensor_parallel(device: str, tp: int, fsdp: int = 1, tail: Sequence[str] = ()) -> dict[str, Any]:
-    """What `from_pretrained` is told where `tp` processes share the heads and weights of every layer.
+    """Arguments of `from_pretrained` for `tp` processes that share the heads and weights of every layer.
 
     Args:
-        device: where they compute.
-        fsdp: how many such groups there are, over which the weights are sharded further.
-        tail: modules that are sharded each by itself, where transformers would shard them as one; so they must be for a
-            loss of what the first of them gives.
+        device: the device of the processes.
+        fsdp: number of such groups, over which the weights are sharded further.
+        tail: modules that are sharded one by one, although transformers would shard them together; a loss on the
+            output of the first one requires this.
 
     Raises:
-        KVSurgeryError: this version of transformers does not share them in both ways, or not on that device.
+        KVSurgeryError: this version of transformers does not combine both ways, or does not support the device.
     """
     if device == "cpu" and torch.cuda.is_available():
         raise KVSurgeryError(
@@ -108,12 +108,12 @@ def tensor_parallel(device: str, tp: int, fsdp: int = 1, tail: Sequence[str] = (
 
 
 def is_first() -> bool:
-    """Whether this is the first of the processes that a launcher started, by the environment that it left."""
+    """Whether this is the first process of a launcher, by its environment variables."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def usable_device(name: str | None) -> str:
-    """A device by its name; by default CUDA where there is one.
+    """The name of a device that torch can use; by default CUDA if available.
 
     Raises:
         KVSurgeryError: torch cannot use it.
@@ -129,10 +129,10 @@ def usable_device(name: str | None) -> str:
 
 @contextmanager
 def started_processes(device: str | None = None) -> Generator[Processes]:
-    """The processes that a launcher started, by the environment that it left; NCCL on CUDA, else gloo.
+    """The processes of a launcher, in a process group (NCCL on CUDA, else gloo); without a launcher, only this one.
 
     Args:
-        device: default is CUDA where there is one, a device for each process of a machine.
+        device: by default CUDA if available, with a device for each process of a machine.
 
     Raises:
         KVSurgeryError: as `usable_device`.

@@ -1,4 +1,4 @@
-"""Telling folders, Hub ids and files on the Hub apart, without importing what talks to the Hub."""
+"""Distinguish folders, Hub ids and files on the Hub, without importing huggingface_hub."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def is_repo_name(text: str) -> bool:
 
 
 def is_repo_id(source: str) -> bool:
-    """Whether a source that is not a local folder can be a Hub repository; a local file is none."""
+    """Whether a source that is not a local folder can be a Hub repository; a local file cannot."""
     return is_repo_name(source) and not os.path.isfile(source)
 
 
 def checkpoint_folder(source: str | Path) -> Path | None:
-    """The folder of a checkpoint, or None where the source is a Hub id.
+    """The folder of a checkpoint, or None if the source is a Hub id.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: the source is neither.
     """
     if source == "":  # which `Path` takes for the working directory
         raise CheckpointError("the name of the checkpoint is empty; give a folder or a Hub id")
@@ -48,7 +48,7 @@ def checkpoint_folder(source: str | Path) -> Path | None:
 
 
 def did_you_mean(folder: str | Path) -> str:
-    """The end of an error about a folder that is not there: the one with the most similar path, if any."""
+    """The end of an error about a missing folder: the folder with the most similar path, if any."""
     path = Path(folder)
     similar_path = Path(path.anchor)
     for part in path.parts[bool(path.anchor) :]:
@@ -66,7 +66,7 @@ def did_you_mean(folder: str | Path) -> str:
 
 
 def cached_origin(folder: Path) -> tuple[str, str] | None:
-    """The Hub id and the commit of a folder in a cache of the Hub, None elsewhere.
+    """The Hub id and the commit of a folder in a cache of the Hub; None for other folders.
 
     A folder inside of the repository follows the id: `owner/name/folder`.
     """
@@ -78,7 +78,7 @@ def cached_origin(folder: Path) -> tuple[str, str] | None:
 
 
 def is_address(source: str) -> bool:
-    """Whether a source is an address of a file, and not a path."""
+    """Whether a source is an address (hf:// or a URL) and not a path."""
     return re.match(r"(hf|https?)://", source) is not None
 
 
@@ -92,10 +92,10 @@ class HubFile:
 
     @classmethod
     def parse(cls, source: str) -> HubFile | None:
-        """The file that `hf://owner/repo/path[@revision]` or the URL of a page or a download names; None: a local path.
+        """Parse `hf://owner/repo/path[@revision]`, or the URL of a page or a download; None for a local path.
 
         Raises:
-            HubError: it is neither, or names something else than a file of a model repository.
+            HubError: it is another URL, or does not name a file of a model repository.
         """
         if not is_address(source):
             return None
@@ -117,5 +117,5 @@ class HubFile:
 
     @property
     def address(self) -> str:
-        """What `parse` takes."""
+        """The address that `parse` accepts."""
         return f"hf://{self.repo_id}/{self.path}" + (f"@{self.revision}" if self.revision else "")

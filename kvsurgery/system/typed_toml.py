@@ -1,4 +1,4 @@
-"""Typed dataclasses as tables of TOML: reading and checking them, and writing values."""
+"""Read TOML tables into typed dataclasses, check their types, and write TOML values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Table = TypeVar("Table", bound=_Dataclass)
 
 
 def read_table(kind: type[Table], table: Mapping[str, Any], prefix: str = "") -> Table:
-    """Make a dataclass of a table of TOML; a field that is a dataclass itself is a table in it.
+    """Make a dataclass from a TOML table; fields that are dataclasses are tables inside it.
 
     Raises:
-        PolicyError: a key is unknown or missing, or as the class raises it. Keys are named after `prefix`.
+        PolicyError: a key is unknown or missing, or the class refuses a value. Messages put `prefix` before keys.
     """
     types, values = _types(kind), {}
     for key, value in table.items():
@@ -44,7 +44,7 @@ def read_table(kind: type[Table], table: Mapping[str, Any], prefix: str = "") ->
 
 
 def _frozen(value: Any) -> Any:
-    """A value of TOML whose lists are tuples."""
+    """A TOML value with tuples in place of lists."""
     if isinstance(value, dict):
         return {key: _frozen(item) for key, item in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
@@ -52,7 +52,7 @@ def _frozen(value: Any) -> Any:
 
 @cache
 def _types(kind: type) -> dict[str, tuple[Any, ...]]:
-    """Of each field of a dataclass, the types that its value may have."""
+    """The types that each field of a dataclass accepts."""
     hints = get_type_hints(kind)
     return {name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()}
 
@@ -68,7 +68,7 @@ def check_types(instance: Any, prefix: str = "") -> None:
 
 
 def _as_number(value: Any) -> str:
-    """The hint for a number with a unit, as options take them and TOML does not: "2K" or "24GB"."""
+    """A hint for numbers with a unit such as "2K" or "24GB", which options accept and TOML files do not."""
     match = re.fullmatch(r"(\d{1,9})([km]|[kmgt]i?b)", value, re.IGNORECASE) if isinstance(value, str) else None
     if match is None:
         return ""

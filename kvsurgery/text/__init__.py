@@ -1,1 +1,1 @@
-"""Text for models to read, to measure their heads and to evaluate them: haystacks, needles, passkeys, turns."""
+"""Texts to measure heads and to evaluate models: haystacks, needles, passkeys, turns."""

@@ -1,4 +1,4 @@
-"""What a model that chats expects around a user's words."""
+"""Prompts of chat models: a user's turn in the chat template."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TEMPLATE_OPTIONS: dict[str, Any] = {"enable_thinking": False, "date_string": "26
 def around_turn(
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin, *, as_parts: bool = False
 ) -> tuple[str, str] | None:
-    """What the chat template puts before a user's first words, and after them up to where the answer begins.
+    """The text of the chat template before a user's first words, and after them up to the start of the answer.
 
-    None where the tokenizer has no chat template.
+    None if the tokenizer has no chat template.
 
     Args:
         as_parts: whether a turn is a list of texts and images, as templates of models that read images expect.
 
     Raises:
-        UnsupportedModel: the template cannot be filled in, or does not show the words as they are.
+        UnsupportedModel: the template cannot be rendered, or changes the user's words.
     """
     if not tokenizer.chat_template:
         return None
@@ -43,7 +43,7 @@ def around_turn(
 def turn_with_context(
     tokenizer: PreTrainedTokenizerBase, context: str, question: str, lead: str = "", *, chat: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [tokens] each: a user's turn in two parts, of which the first is the same whatever is asked in the second.
+    """int64 [tokens] each: a user's turn in two parts, context and question; the first does not depend on the second.
 
     Args:
         lead, chat: as in `turn_tokens`.
@@ -62,12 +62,12 @@ def turn_with_context(
 
 
 def turn_tokens(tokenizer: PreTrainedTokenizerBase, content: str, lead: str = "", *, chat: bool = True) -> np.ndarray:
-    """int64 [tokens]: a prompt, as a user's turn where there is a chat template, else as it stands.
+    """int64 [tokens]: a prompt, as a user's turn if there is a chat template, else as plain text.
 
     Args:
         content: the user's words.
-        lead: words that the answer begins with.
-        chat: False: as it stands, also where there is a template.
+        lead: the first words of the answer.
+        chat: if False, the prompt is plain text even if there is a template.
 
     Raises:
         UnsupportedModel: the template cannot be used.

@@ -1,4 +1,4 @@
-"""`Haystack`: long text to hide things in."""
+"""`Haystack`: long text in which needles and passkeys are hidden."""
 
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ MAX_CHARACTERS = 1 << 24  # of a file; what follows is not read
 
 @dataclass(frozen=True, eq=False)
 class Haystack:
-    """Token ids of one long text, without special tokens; `name` says where it is from."""
+    """Token ids of one long text, without special tokens; `name` is its source."""
 
     tokens: np.ndarray
     name: str
 
     @classmethod
     def read(cls, source: str | None, tokenizer: PreTrainedTokenizerBase, length: int, seed: int = 0) -> Haystack:
-        """Text of `length` tokens or more.
+        """Read a text of `length` tokens or more.
 
-        What is unknown to the tokenizer, or spells one of its special tokens, is left out.
+        Tokens that are unknown to the tokenizer, and text that spells a special token, are left out.
 
         Args:
             source: a text file, the Hub id of a dataset whose rows have a `text`, as `owner/name` or
                 `owner/name:configuration`, or None for generated text.
-            tokenizer: of the model that will read it.
-            length: tokens that are needed.
-            seed: of generated text.
+            tokenizer: the tokenizer of the model that will read the text.
+            length: number of tokens that are needed.
+            seed: random seed of generated text.
 
         Raises:
-            TextError: it cannot be read, is too short, or is mostly unknown to the tokenizer.
+            TextError: the text cannot be read, is too short, or is mostly unknown to the tokenizer.
         """
         if source is None:
             texts, name = islice(_generated_texts(seed), length), "generated text"
@@ -107,11 +107,11 @@ class Haystack:
 
     @property
     def facts(self) -> dict[str, str]:
-        """For a profile's provenance."""
+        """Facts about the text, for a profile's provenance."""
         return {"text": self.name, "text_hash": blake3(self.tokens.tobytes()).hexdigest()[:32]}
 
     def require(self, length: int) -> None:
-        """Check that there are `length` tokens.
+        """Check that the text has `length` tokens.
 
         Raises:
             TextError: the text is shorter.
@@ -122,7 +122,7 @@ class Haystack:
             )
 
     def piece(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """int64 [length]: a piece from anywhere.
+        """int64 [length]: a piece of the text from a random place.
 
         Raises:
             TextError: the text is shorter.
@@ -133,7 +133,7 @@ class Haystack:
 
 
 def tokens_needed(source: str | None, longest: int) -> int:
-    """Tokens to read of a text whose pieces have up to `longest` tokens; more of one that is generated."""
+    """Number of tokens to read from a text for pieces of up to `longest` tokens; more from a generated text."""
     return longest * (GENERATED_PIECES if source is None else 1)
 
 
@@ -152,10 +152,10 @@ def check_text(source: str | None) -> None:
 
 
 def _dataset(source: str) -> tuple[str, str | None] | None:
-    """Dataset and configuration that a text is read from; None: it is a file.
+    """The dataset and configuration of a text's source; None if it is a file.
 
     Raises:
-        TextError: it is neither.
+        TextError: the source is neither.
     """
     if os.path.exists(source):
         return None
@@ -178,7 +178,7 @@ def _dataset_texts(source: str, dataset: str, config: str | None) -> Iterator[st
 
 
 def _generated_texts(seed: int) -> Iterator[str]:
-    """Paragraphs of plain sentences, without end."""
+    """Generate an endless sequence of paragraphs of plain sentences."""
     rng = random.Random(seed)
     while True:
         sentences = []

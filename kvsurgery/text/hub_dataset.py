@@ -12,7 +12,7 @@ from kvsurgery.version import how_to_install
 
 
 def dataset_of(source: str) -> tuple[str, str | None] | None:
-    """Dataset and configuration that `owner/name` or `owner/name:configuration` stands for; None: it is neither.
+    """Parse `owner/name` or `owner/name:configuration` into dataset and configuration; None for anything else.
 
     Some datasets have no owner.
     """
@@ -25,10 +25,10 @@ def dataset_of(source: str) -> tuple[str, str | None] | None:
 
 
 def require_datasets(dataset: str) -> None:
-    """Check that the library `datasets` is installed, which reads a dataset of the Hub.
+    """Check that the library `datasets`, which reads datasets of the Hub, is installed.
 
     Raises:
-        TextError: it is not.
+        TextError: it is not installed.
     """
     try:
         import datasets  # noqa: F401
@@ -39,10 +39,10 @@ def require_datasets(dataset: str) -> None:
 
 
 def dataset_rows(dataset: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
-    """Rows of a split, in their order; only those that are taken are downloaded.
+    """Stream the rows of a split in order; only rows that are read are downloaded.
 
     Args:
-        config: a configuration of the dataset. None: the only one, or its default.
+        config: a configuration of the dataset; None for the only one, or the default.
 
     Raises:
         TextError: `datasets` is not installed, the dataset cannot be read, or needs a configuration.

@@ -1,4 +1,4 @@
-"""Tasks whose long answers recall facts of the prompt, or go on from numbers that the answer found earlier."""
+"""Tasks with long answers that recall facts of the prompt, or build on numbers earlier in the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIST_TASK = (
 
 
 def long_task(number: int, seed: int) -> str:
-    """A user's words: sums where the number is even, a list to recall where it is odd; the same for equal arguments."""
+    """A task as a user's words: sums for even numbers, a list to recall for odd ones; deterministic."""
     rng = np.random.default_rng([seed, number])
     if number % 2 == 0:
         return SUM_TASK.format(", ".join(map(str, rng.integers(2, LARGEST + 1, NUMBERS))))

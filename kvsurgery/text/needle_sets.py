@@ -1,4 +1,4 @@
-"""Needle sets that ship, by difficulty, and the choice among them: the hardest that a model answers."""
+"""The included needle sets, by difficulty, and the choice of the hardest set that a model answers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TRIALS = 8  # of a set: its first needles, each at a depth of its own
 
 @dataclass(frozen=True)
 class NeedleChoice:
-    """The set that a trial chose: the hardest of which at least half of the trials had a right answer.
+    """The needle set chosen by trials: the hardest set with right answers in at least half of its trials.
 
     Attributes:
         name: of the set.
-        right: right answers by set, in the order of the trials, hardest set first.
-        trials: of each set.
-        tokens: of each trial's prompt.
-        model: that answered.
+        right: number of right answers by set, in the order of the trials, hardest set first.
+        trials: number of trials of each set.
+        tokens: length of each trial's prompt.
+        model: the model that answered.
     """
 
     name: str
@@ -44,7 +44,7 @@ class NeedleChoice:
 
 
 def read_set(source: str) -> tuple[Needle, ...]:
-    """The needles of a shipped set, by name, or of a file; `./word` is a file.
+    """Read the needles of an included set, by its name, or of a file; `./word` is a file.
 
     Raises:
         TextError: as `read_needles`.
@@ -59,7 +59,7 @@ def trial_places(depths: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def trial_note(name: str, number: int) -> str:
-    """How far the trials of a set are, before one of them, which count from 0."""
+    """A progress note before a trial of a set; trials are numbered from 0."""
     return f"trying needles: {name}, {number + 1} of {TRIALS}"
 
 
@@ -70,17 +70,17 @@ def choose_set(
     otherwise: str,
     model: Literal["original", "converted"] = "original",
 ) -> NeedleChoice:
-    """Try the sets of a kind, hardest first, until at least half of a set's trials have a right answer.
+    """Try the sets of a kind, hardest first, until a set has right answers in at least half of its trials.
 
     Args:
-        kind: of needle.
-        count: gives the right answers among the trials of a set.
-        tokens: of each trial's prompt.
-        otherwise: what else a user can do where no set is answered.
-        model: that answers.
+        kind: the kind of needle.
+        count: returns the number of right answers in the trials of a set.
+        tokens: length of each trial's prompt.
+        otherwise: another way out for the user if no set is answered.
+        model: the model that answers.
 
     Raises:
-        TextError: no set is answered.
+        TextError: the model answers no set.
     """
     right_counts: dict[str, int] = {}
     for name in SETS[kind]:

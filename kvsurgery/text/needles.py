@@ -35,21 +35,21 @@ REACH = 0.05  # of the text: how far a needle moves to the end of a sentence
 
 @dataclass(frozen=True)
 class Needle:
-    """A statement to hide, and what is asked about it.
+    """A statement to hide in text, and the question about it.
 
     A retrieval-reasoning needle (Fu et al. 2024, section 3.1) is k = (r, c1, c2): a reason r, a wrong answer c1 that
     distracts, and the right one c2, which only the reason tells from the other; c2 is its `real_needle`.
 
     Attributes:
         needle: the statement.
-        real_needle: the part of it that answers the question.
-        question: what is asked.
+        real_needle: the part of the statement that answers the question.
+        question: the question.
         answer: the right answer.
-        kind: "retrieval", "reasoning", or None, as in published files, which do not say.
-        cue: words that the answer is given to begin with, so that the model only has to complete them; "" for none.
+        kind: "retrieval", "reasoning", or None if unknown, as in published files.
+        cue: the first words of the answer, which are given so that the model only has to complete them; "" for none.
 
     Raises:
-        TextError: something is empty, or `real_needle` is not in one place of `needle`.
+        TextError: a field is empty, or `real_needle` does not occur exactly once in `needle`.
     """
 
     needle: str
@@ -72,12 +72,12 @@ class Needle:
 
 
 def read_needles(path: str | Path) -> tuple[Needle, ...]:
-    """Read needles from JSONL, a line each: `{"answer": ..., "needle": ..., "real_needle": ..., "question": ...}`.
+    """Read needles from JSONL, one per line: `{"answer": ..., "needle": ..., "real_needle": ..., "question": ...}`.
 
-    That is HeadKV's layout; `"kind"` and `"cue"` may say more (see `Needle`), other keys are ignored.
+    This is HeadKV's layout; `"kind"` and `"cue"` are optional (see `Needle`), other keys are ignored.
 
     Raises:
-        TextError: the file cannot be read, a line is no such needle, or there is none.
+        TextError: the file cannot be read, a line is not a needle, or there are no needles.
     """
     path = Path(path)
     with reading_text(path, "needles"):
@@ -116,15 +116,15 @@ def _parse(line: str) -> Needle:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A needle's prompt in token ids: `opening`, text with the needle somewhere inside, `request`.
+    """The prompt of a needle in token ids: `opening`, text with the needle inside, `request`.
 
-    Special tokens are in `opening` and `request` alone, where the tokenizer or its chat template puts them.
+    Special tokens are only in `opening` and `request`, where the tokenizer or its chat template puts them.
 
     Attributes:
-        opening: what stands before the text: the start of the user's turn, or what the tokenizer puts first.
-        needle: the statement, as it is spelt inside a text.
-        real: where in `needle` the tokens of `real_needle` are.
-        request: what follows the text, up to where the answer begins: the question, and the end of the user's turn.
+        opening: the tokens before the text: the start of the user's turn, or the tokenizer's first tokens.
+        needle: the statement, as tokenized inside a text.
+        real: the positions of `real_needle` in `needle`.
+        request: the tokens after the text, up to the answer: the question and the end of the user's turn.
     """
 
     opening: np.ndarray
@@ -134,7 +134,7 @@ class Prompt:
 
     @classmethod
     def of(cls, needle: Needle, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-        """The prompt for a tokenizer: by its chat template, or plain where it has none.
+        """Build the prompt for a tokenizer: with its chat template, or as plain text if it has none.
 
         Raises:
             TextError: the tokenizer does not know the words, or takes some for a special token.
@@ -157,26 +157,26 @@ class Prompt:
 
     @property
     def overhead(self) -> int:
-        """Tokens besides the text."""
+        """Number of tokens besides the text."""
         return len(self.opening) + len(self.needle) + len(self.request)
 
     def around(self, text: np.ndarray, place: int) -> tuple[np.ndarray, range]:
-        """The prompt with the needle before `text[place]`, int64 [tokens], and where `real_needle` is in it."""
+        """The prompt with the needle before `text[place]`, int64 [tokens], and the positions of `real_needle` in it."""
         start = len(self.opening) + place
         parts = self.opening, text[:place], self.needle, text[place:], self.request
         return np.concatenate(parts), range(start + self.real.start, start + self.real.stop)
 
 
 def needle_place(text: np.ndarray, depth: float, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The sentence's end nearest to a depth inside a text: the token before which a needle goes.
+    """The place for a needle: the token after the end of the sentence that is nearest to a depth.
 
-    Text without one nearby (a twentieth of it) is cut where the depth says.
+    If no sentence ends nearby (within a twentieth of the text), the needle goes exactly to the depth.
 
     Args:
         text: token ids, int64 [tokens].
         depth: from 0 to 1.
-        tokenizer: what they are spelt by. A period ends a sentence, alone or in one token with other characters, where
-            quotes and brackets that close are all that is left of its word.
+        tokenizer: the tokenizer of the ids. A period ends a sentence, alone or in a token with other characters, if
+            only closing quotes and brackets follow it in its word.
     """
     target = depth * len(text)
     reach = REACH * len(text)
@@ -186,7 +186,7 @@ def needle_place(text: np.ndarray, depth: float, tokenizer: PreTrainedTokenizerB
 
 
 def _ends(text: np.ndarray, low: int, high: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    """Places from `low` to `high` where the text before is a whole sentence."""
+    """Places from `low` to `high` at which a sentence ends."""
     last_tokens = text[low - 1 : high]
     ending_tokens = [token for token in np.unique(last_tokens).tolist() if ENDING.search(_decode([token], tokenizer))]
     for place in (low + np.flatnonzero(np.isin(last_tokens, ending_tokens))).tolist():
@@ -215,7 +215,7 @@ def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _frame(question: str, cue: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Token ids before and after the text; the cue comes last, where the answer begins."""
+    """The token ids before and after the text; the cue comes last, as the start of the answer."""
     question_text = (CHAT_QUESTION if tokenizer.chat_template else PLAIN_QUESTION).format(question=question)
     # a small vocabulary may not have the words around the question; then the question stands alone
     if tokenizer.unk_token_id in token_ids(tokenizer, question_text):
@@ -230,7 +230,7 @@ def _frame(question: str, cue: str, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def _inside_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of text that follows other text, without what marks a beginning, and the characters each spells."""
+    """Token ids of text that follows other text, without marks of a beginning, and the characters of each token."""
     for other_text in ("a", ""):
         encoding = tokenizer(other_text + text, add_special_tokens=False, return_offsets_mapping=True)
         start = len(other_text)

@@ -28,12 +28,12 @@ ASKED = "\nWhat is the {ordinal} passkey? The {ordinal} passkey is:"
 
 @dataclass(frozen=True)
 class PasskeyWords:
-    """What stands around passkeys, in token ids.
+    """The words around passkeys, in token ids.
 
     Attributes:
         opening: the start of a prompt.
-        hidden: by ordinal, what is before and after a passkey in the text.
-        asked: by ordinal, the question up to where the answer begins.
+        hidden: by ordinal, the words before and after a passkey in the text.
+        asked: by ordinal, the question up to the start of the answer.
     """
 
     opening: list[int]
@@ -54,8 +54,8 @@ class PasskeyWords:
         """The words around `count` passkeys, with `{ordinal}` in them filled in, and `{key}` once in `hidden`.
 
         Args:
-            chat: a prompt is a turn of the user where there is a chat template; what follows the question mark begins
-                the answer.
+            chat: if there is a chat template, the prompt is a user's turn; the words after the question mark begin the
+                answer.
 
         Raises:
             TextError: the tokenizer does not know the words.
@@ -86,7 +86,7 @@ class PasskeyWords:
         )
 
     def length(self, size: int) -> int:
-        """Tokens of the opening and of passkeys of `size` tokens in their places, without any text between them."""
+        """Number of tokens in the opening and in all passkeys of `size` tokens with their words, without other text."""
         return len(self.opening) + sum(len(before) + size + len(after) for before, after in self.hidden)
 
     def hide(self, text: np.ndarray, depths: np.ndarray, keys: np.ndarray) -> list[np.ndarray | Sequence[int]]:

@@ -1,4 +1,4 @@
-"""Text as a tokenizer spells it: token ids without anything around them, and which ids stand for no text or end one."""
+"""Token ids of plain text, and the special tokens and end tokens of a tokenizer."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ if TYPE_CHECKING:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text as it stands: nothing is put around it."""
+    """Token ids of a text, without special tokens around it."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int] | np.ndarray, **options: bool) -> str:
-    """The text of token ids, with the options of `decode`."""
+    """Decode token ids to text, with the options of `decode`."""
     text = tokenizer.decode(tokens, **options)
     assert isinstance(text, str)  # there is a list of texts for several lists of ids only
     return text
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before any text."""
+    """The tokens that the tokenizer puts before any text."""
     period = token_ids(tokenizer, ".")
     ids = tokenizer(".")["input_ids"]
     return ids[: next(start for start in range(len(ids)) if ids[start : start + len(period)] == period)]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids that stand for no text."""
+    """The ids of special tokens, which stand for no text."""
     added_special = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
     return sorted({*tokenizer.all_special_ids, *added_special})
 
 
 def end_tokens(config: GenerationConfig) -> list[int]:
-    """Tokens that end an answer; chat models have several."""
+    """The tokens that end an answer; chat models have several."""
     tokens = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return [token for token in tokens if token is not None]
 

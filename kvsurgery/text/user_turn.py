@@ -1,4 +1,4 @@
-"""What opens a user's turn in a model's chat template, as token ids."""
+"""The marker that opens a user's turn in a chat template, as token ids."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ FIRST, REPLY, SECOND = "Astrolabe?", "Bergamot.", "Cormorant?"  # texts that no 
 
 
 def user_marker(folder: Path) -> tuple[int, ...]:
-    """Token ids of what a chat template puts before every text of a user's; empty without a template.
+    """Token ids of the marker that a chat template puts before every text of the user; empty without a template.
 
-    The longest text that ends both what stands before a first turn and what stands between a reply and a second turn;
-    blanks at its end, which tokenizers join to what follows, are left out.
+    The marker is the longest common suffix of the text before a first turn and the text between a reply and a second
+    turn, without trailing blanks, which tokenizers join to the next word.
     """
     if not (folder / "tokenizer_config.json").exists():
         return ()

@@ -94,5 +94,5 @@ def test_weights_that_do_not_fit(
 
 def test_a_source_of_another_shape(mixed: Callable[[str], Converted], tmp_path: Path) -> None:
     other = make("llama", tmp_path / "other", num_hidden_layers=2)
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(other))} is not what .* was made of: 2 layers"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(other))}.*: 2 layers"):
         load_models(mixed("llama").folder, other)

@@ -240,7 +240,7 @@ class TestWithoutAProfile:
         assert not Path("out").exists()
 
     def test_something_is_asked_for(self, here: Path) -> None:
-        missing = "--profile is missing: the file of scores that decide which heads stay full"
+        missing = "--profile is missing: the file with the scores that decide which heads stay full"
         for command, more in (
             (
                 ("convert", "llama", "--out", "out"),

@@ -231,12 +231,12 @@ class TestWhatItSays:
         random_profile(checkpoint("llama")).save(tmp_path / PROFILE)
         words = [command, checkpoint("llama"), "--profile", tmp_path / PROFILE]
         words += ["--memory", "1GB"] if command == "fit" else ["--fit", "1GB", "--dry-run"]
-        assert "--context 1024 is beyond the 512 positions" in done(*words, "--context", "1K").err
+        assert "--context 1024 exceeds the 512 positions" in done(*words, "--context", "1K").err
         assert "is beyond" not in done(*words, "--context", 512).err
 
     def test_generated_tokens_that_budgets_do_not_cover(self, deep: Path) -> None:
         _, memory, _ = memories(*typed(deep, "headkv-r2"))
-        assert "--new-tokens` makes room" in done(*typed(deep, "headkv-r2", memory)).err
+        assert "kvsurgery fit --new-tokens" in done(*typed(deep, "headkv-r2", memory)).err
         assert "--new-tokens" not in done(*typed(deep, "headkv-r2", memory), "--hold").err
         assert done(*typed(deep, "headkv-r2", memory), "--new-tokens", 1).err.count("--new-tokens") == 0
         assert "--new-tokens" not in done(*typed(deep)).err

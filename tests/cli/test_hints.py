@@ -149,7 +149,10 @@ def test_a_tower_whose_tensors_are_not_known_is_named(checkpoint, tmp_path):
     config = json.loads((source / "config.json").read_text())
     config["vision_config"]["model_type"] = "eyes"
     (source / "config.json").write_text(json.dumps(config))
-    assert "the tensors of vision_tower, 'eyes', are copied without a check that none is missing" in done(*convert).err
+    warning = done(*convert).err
+    assert "without a check" in warning
+    assert "vision_tower" in warning
+    assert "'eyes'" in warning
 
 
 def test_a_report_without_its_page_says_how_to_write_it(tmp_path):

@@ -97,7 +97,7 @@ class TestImport:
         HeadProfile(np.eye(2), "duo", "kv", "llama", ModelDimensions(2, 4, 2, 8)).save("own")
         Path("weights").write_bytes(b"1\0\xff")
         for method in ("duo", "headkv"):
-            assert "own is a head profile already" in refusal("import", method, "own", "--model", "llama", "-o", "p")
+            assert "own is already a head profile" in refusal("import", method, "own", "--model", "llama", "-o", "p")
         line = refusal("import", "duo", "weights", "--model", "llama", "-o", "p")
         assert line == "weights is not a table of tab-separated numbers"
 

@@ -14,15 +14,15 @@ from kvsurgery.cli.options import LocalPath, group_reduce_option
 @click.command(cls=HelpPage)
 @click.argument("a", metavar="PROFILE")
 @click.argument("b", metavar="PROFILE")
-@group_reduce_option("How scores of the query heads of a group become their KV head's.")
+@group_reduce_option("How the scores of a group's query heads become the score of their KV head.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with the difference of every head.")
-@click.option("--plot", type=LocalPath(), help="Write A, B and B - A as a PNG as well.")
+@click.option("--plot", type=LocalPath(), help="Plot A, B and B - A to a PNG file.")
 def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool, plot: Path | None) -> None:
     """Compare two profiles of one model.
 
-    The rank correlation says whether both order the heads alike. The overlap is the share of KV heads that `convert`
-    would keep full with either profile at a given sparsity. Profiles of one method are compared by their scores; others
-    by ranks from 0 to 1, because scores of different methods have no common scale.
+    The rank correlation shows how similarly both profiles order the heads. The overlap is the share of KV heads that
+    `convert` would keep full with either profile at a given sparsity. Profiles of one method are compared by scores.
+    Profiles of different methods are compared by ranks from 0 to 1, because their scores have no common scale.
 
     \b
     kvsurgery profile compare duo.safetensors r2.safetensors --plot difference.png

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
             default="duo",
             show_default=True,
             type=click.Choice(list(METHODS)),
-            help="Method of measurement.",
+            help="Measurement method.",
         ),
     ),
     out_option,
@@ -87,14 +87,14 @@ def compute(
     attention  the attention of each head while passkeys are recalled, without training
     headkv-*   how much of a needle's answer comes through each head: copied (r, er) or reasoned about (r2)
     reform     the heads whose states find the tokens that a question needs
-    kv-bits    what a quantized cache loses on a text, and how to rotate and clip; --kv-measured takes the file
+    kv-bits    the loss of a quantized cache on a text, and how to rotate and clip; pass the file as --kv-measured
 
     Processes started by `torchrun` share the prompts, or with --tp the heads and weights of each layer (tensor
     parallelism). For duo, rlkv-lite and attention they also share the weights (FSDP2), and with --sp the tokens of
     each prompt, for contexts that do not fit one device.
 
     To continue an interrupted measurement by attention, headkv-* or reform in one process, run the same command
-    again; for duo and rlkv-lite, name a --checkpoint, and add --resume.
+    again. For duo and rlkv-lite, use --checkpoint, and continue with --resume.
 
     \b
     kvsurgery profile compute ./llama3 --minutes 60 -o duo.safetensors
@@ -166,10 +166,10 @@ def compute(
 
 
 def _configured_method(ctx: click.Context, name: str, seed: int) -> Method:
-    """The method, with the settings that were typed.
+    """The method with the settings from the command line.
 
     Raises:
-        UsageError: one is of other methods, or they contradict each other.
+        UsageError: a setting belongs to other methods, or settings contradict each other.
     """
     for option, _ in foreign_options(ctx, METHODS, [name]):
         raise click.UsageError(f"{option} does not apply to --method {name}; leave it out")
@@ -180,7 +180,7 @@ def _configured_method(ctx: click.Context, name: str, seed: int) -> Method:
 
 
 def _check_sharing(method: Method, mesh: Mesh) -> None:
-    """Refuse --tp and --sp where processes cannot share as much."""
+    """Refuse --tp and --sp for methods that cannot split heads or tokens over processes."""
     world = mesh.processes.world
     if method.shared != "weights" and (mesh.sp > 1 or mesh.tp not in (1, world)):
         raise click.UsageError(f"--method {method.name} takes --tp {world} or no --tp, and no --sp")
@@ -189,7 +189,7 @@ def _check_sharing(method: Method, mesh: Mesh) -> None:
 
 
 def _show(measurement: Measurement, out: Path, source: str, revision: str | None) -> None:
-    """Describe what was measured and written, and plot a training."""
+    """Describe the written file, and plot the training if there was one."""
     from kvsurgery.cli.profile.saving import show_saved, show_saved_losses
     from kvsurgery.display import console
     from kvsurgery.measure.training import outcome

@@ -1,4 +1,4 @@
-"""`kvsurgery profile import`: head scores that others published."""
+"""`kvsurgery profile import`: turn published head scores into profiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.group("import", cls=HelpGroup)
 def import_group() -> None:
-    """Turn head scores published by others into a head profile.
+    """Turn published head scores into a head profile.
 
     A PATH is a local file, or a file on the Hub: hf://owner/repo/path, with @revision at the end for a branch, tag or
     commit, or the URL of its page. The profile records the commit.
@@ -33,10 +33,13 @@ def import_group() -> None:
 
 
 def _import_options(command: Any) -> Any:
-    """Add the options that say of which model the scores are, and where the profile goes."""
+    """Add the options for the model that was scored and for the output file."""
     for option in (
         click.option("--revision", help="Branch, tag or commit of the model; for a Hub id its commit is recorded."),
-        click.option("--base-model", help="Model name to record; `convert` starts from it.  [default: (that of SRC)]"),
+        click.option(
+            "--base-model",
+            help="Model name to record; `convert` uses it if SRC is not given.  [default: (that of SRC)]",
+        ),
         out_option,
         click.option(
             "--model",
@@ -58,11 +61,11 @@ def _save(
     inside: str | None = None,
     beside: str | None = None,
 ) -> None:
-    """Read files as `importer` does for the model that the options name, and write a profile.
+    """Import files for the model that the options name, and write a profile.
 
     Args:
-        sources: paths, or files of the Hub.
-        inside, beside: as `hub.fetch_file` takes them.
+        sources: paths, or addresses of files on the Hub.
+        inside, beside: as in `hub.fetch_file`.
     """
     from dataclasses import asdict, replace
 
@@ -79,7 +82,7 @@ def _save(
     for source in sources:
         path, hub_file = local_file(source, inside=inside, beside=beside)
         if HeadProfile.recognizes(path):
-            raise ProfileError(f"{source} is a head profile already; `kvsurgery convert --profile` takes it")
+            raise ProfileError(f"{source} is already a head profile; pass it to `kvsurgery convert --profile`")
         files.append(path)
         origins += [asdict(hub_file)] if hub_file else []
     if options["base_model"]:
@@ -135,15 +138,15 @@ def rlkv(path: str, **options: Any) -> None:
     type=click.Choice(["headkv-r", "headkv-er", "headkv-r2"]),
     default="headkv-r",
     show_default=True,
-    help="What was measured, which the file does not say: retrieval (copying, also Retrieval_Head's files), "
-    "enhanced retrieval, or retrieval-reasoning scores (*_R2.json).",
+    help="Kind of the scores, which the file does not record: retrieval (copying, also Retrieval_Head's files), "
+    "enhanced retrieval, or retrieval-reasoning (*_R2.json).",
 )
 @_import_options
 def headkv(path: str, method: str, **options: Any) -> None:
     """HeadKV's or Retrieval_Head's scores, one per query head.
 
-    PATH is JSON, {"layer-head": [score of each trial, ...]}; a head's score is the mean over its trials. Heads keep
-    their own scores; `convert --group-reduce` says how those of a group become one.
+    PATH is JSON, {"layer-head": [score of each trial, ...]}; a head's score is the mean over its trials. The profile
+    has a score for each query head; `convert --group-reduce` reduces them to one score for each KV head.
 
     \b
     kvsurgery profile import headkv ./Llama-3-8B-Instruct_R2.json \\
@@ -160,8 +163,8 @@ def headkv(path: str, method: str, **options: Any) -> None:
 def kvzip(paths: tuple[str, ...], **options: Any) -> None:
     """KVzip's head scores, one per KV head.
 
-    Each PATH is a .pt file with a tensor of layers x KV heads, measured on a text of its own. With several files, a
-    head gets its largest score, as in KVzip.
+    Each PATH is a .pt file with a tensor of layers x KV heads, measured on one text. With several files, a head gets
+    its largest score, as in KVzip.
 
     \b
     kvsurgery profile import kvzip ./utils/head_score/llama3.1-8b-*.pt --model ./llama3.1 -o kvzip.safetensors
@@ -190,7 +193,7 @@ def wg_kv(path: str, **options: Any) -> None:
 
 @import_group.command("lu-kv")
 @click.argument("path")
-@click.option("--keep", type=click.IntRange(1, 99), required=True, help="Per cent of the whole cache that is kept.")
+@click.option("--keep", type=click.IntRange(1, 99), required=True, help="Percentage of the cache to keep.")
 @_import_options
 def lu_kv(path: str, keep: int, **options: Any) -> None:
     """LU-KV's shares of kept tokens, one per KV head.
@@ -214,7 +217,7 @@ def budgets(path: str, **options: Any) -> None:
     """Budgets in tokens, one per KV head.
 
     PATH is a table: a line per layer, and on it a whole number of tokens per KV head, tab-separated. `convert` gives
-    every head exactly its budget; --budget scales them to another mean.
+    every head exactly its budget; --budget scales all budgets to another mean.
 
     \b
     kvsurgery profile import budgets ./budgets.tsv --model ./llama3.1 -o budgets.safetensors

@@ -1,4 +1,4 @@
-"""`kvsurgery profile merge`: several profiles as one."""
+"""`kvsurgery profile merge`: merge several profiles into one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvsurgery.cli.profile.saving import out_option
     type=click.Choice(["mean", "max", "rank-product"]),
     default="mean",
     show_default=True,
-    help="Mean or largest score of a head, for profiles of one method; or for any methods, the geometric mean of its "
-    "ranks, from 0 to 1.",
+    help="The mean or the maximum of a head's scores, for profiles of one method; or the geometric mean of its ranks "
+    "from 0 to 1, for any methods.",
 )
 @group_reduce_option(
-    "How scores of the query heads of a group become their KV head's, where other profiles score KV heads."
+    "How the scores of a group's query heads become the score of their KV head, if another profile scores KV heads."
 )
-@click.option("--base-model", help="Model name to record.  [default: (what all profiles name)]")
+@click.option("--base-model", help="Model name to record.  [default: (the name in all profiles)]")
 @out_option
 def merge(
     paths: tuple[str, ...],
@@ -34,11 +34,11 @@ def merge(
     base_model: str | None,
     out: Path,
 ) -> None:
-    """Merge profiles of one model into one.
+    """Merge several profiles of one model.
 
     For runs of one method with different seeds or data, use --how mean, or max to keep every head that matters in any
-    run. For different methods, use --how rank-product: heads that rank high in every profile rank high. With such a
-    profile the remaining heads stream by default; `convert --rest budgeted` gives them budgets.
+    run. For different methods, use --how rank-product: it ranks those heads high that rank high in every profile. With
+    such a profile the remaining heads stream by default; `convert --rest budgeted` gives them budgets.
 
     The order of the profiles does not matter.
 

@@ -1,4 +1,4 @@
-"""What every command does with the profile that it made."""
+"""Output of the commands that write a profile: the option, the summary and the next command."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 out_option = basic(
-    click.option("-o", "--out", required=True, type=LocalPath(), help="The profile to write, a new file.")
+    click.option("-o", "--out", required=True, type=LocalPath(), help="Output file; it must not exist yet.")
 )
 
 
 def remember(scores: HeadProfile | CacheLosses, source: str) -> None:
-    """Note for this machine where the model is that was measured, so that `convert` needs no SRC."""
+    """Record on this machine the folder of the measured model, so that `convert` needs no SRC."""
     from kvsurgery.checkpoint.provenance import PROVENANCE
     from kvsurgery.profile.profiled_model import local_folder
 
@@ -35,10 +35,10 @@ def remember(scores: HeadProfile | CacheLosses, source: str) -> None:
 
 
 def show_saved(profile: HeadProfile, out: Path, source: str | None = None, revision: str | None = None) -> None:
-    """Describe a profile that was written, and print the command that converts with it.
+    """Describe a written profile, and print the command that converts with it.
 
     Args:
-        source, revision: the model, as it was typed; None: `convert` takes the one that the profile names.
+        source, revision: the model as typed; if None, `convert` uses the model that the profile names.
     """
     from kvsurgery.display import console
     from kvsurgery.profile.methods import SCORE_METHODS
@@ -52,10 +52,10 @@ def show_saved(profile: HeadProfile, out: Path, source: str | None = None, revis
 
 
 def show_saved_losses(losses: CacheLosses, out: Path, source: str, revision: str | None = None) -> None:
-    """Show losses of caches that were written, and print the command that converts with them.
+    """Show written cache losses, and print the command that converts with them.
 
     Args:
-        source, revision: the model, as it was typed.
+        source, revision: the model as typed.
     """
     from kvsurgery.display import console
 
@@ -73,7 +73,7 @@ def _next_command(
 
     folder = None if source is None else local_folder(source)
     if folder is not None:
-        # a converted checkpoint is not converted again, but its original
+        # a converted checkpoint cannot be converted again; `convert` finds its original by the profile
         source_words = [] if (folder / PROVENANCE).exists() else [str(folder)]
     else:
         source_words = [*([source] if source else []), *(["--revision", revision] if revision else [])]
@@ -82,7 +82,7 @@ def _next_command(
 
 
 def print_losses(losses: CacheLosses) -> None:
-    """Tables of what each width loses, by how it is rotated and clipped, and of how well losses of heads add up."""
+    """Print a table of the losses by width, rotation and clipping, and one of how well losses of heads add up."""
     from kvsurgery.display import console
 
     rows = []
@@ -98,5 +98,5 @@ def print_losses(losses: CacheLosses) -> None:
         (combination.name, f"{combination.expected:.2g}", f"{combination.measured:.2g}")
         for combination in losses.combinations
     ]
-    title = "Several heads at once: the sum of their own divergences, and the measured one"
+    title = "Several heads at once: the sum of their divergences, and the measured divergence"
     console.stdout.print(console.table(title, ["heads", "sum", "measured"], rows, left=1))

@@ -1,4 +1,4 @@
-"""`kvsurgery profile show`: a profile as a heat map."""
+"""`kvsurgery profile show`: show a profile as a heat map."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ BEST = 5
     help="Model to read sliding windows from: a folder, a config.json or a Hub id. Profiles of version 0.1 need it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print facts and scores as JSON.")
-@click.option("--plot", type=LocalPath(), help="Write the heat map as a PNG as well.")
+@click.option("--plot", type=LocalPath(), help="Plot the heat map to a PNG file.")
 def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> None:
     """Show a head profile as a heat map.
 
-    Beside each layer stands the number of KV heads that `convert` would keep full at three sparsities. Layers with a
-    sliding window of their own have none. A reform profile has no scores: the output lists its embedding heads and the
-    best heads of each task, and --plot draws the ranks of all. Measured cache losses are shown as a table, and --plot
-    draws what each head loses where it streams.
+    The columns beside each layer give the number of KV heads that `convert` would keep full at three sparsities. Layers
+    with a sliding window of their own have no full heads. For a reform profile, which has no scores, the output lists
+    the embedding heads and the best heads of each task, and --plot draws the ranks of all heads. Measured cache losses
+    are shown as a table, and --plot draws the loss of each head when it streams.
 
     \b
     kvsurgery profile show duo.safetensors --plot heads.png
@@ -71,7 +71,7 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
 
 
 def _show_losses(losses: CacheLosses, as_json: bool) -> None:
-    """Show what caches lose."""
+    """Print cache losses as tables or JSON."""
     import json
 
     from kvsurgery.cli.profile.saving import print_losses
@@ -98,7 +98,7 @@ def _with_windows(profile: HeadProfile, source: str) -> HeadProfile:
 
 
 def _print_embedding_heads(profile: HeadProfile) -> None:
-    """The heads that were picked, and the best of each task, with their mean normalized ranks where they are known."""
+    """Print the embedding heads and the best heads of each task, with their mean normalized ranks if known."""
     import numpy as np
 
     from kvsurgery.display import console

@@ -1,4 +1,4 @@
-"""`kvsurgery profile suggest`: which published profile fits a model."""
+"""`kvsurgery profile suggest`: list the published profiles that fit a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--all", "everything", is_flag=True, help="Also list the profiles that do not fit, and why.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def suggest(source: str, revision: str | None, everything: bool, as_json: bool) -> None:
-    """List the published profiles that fit MODEL, and what it would cost to measure one.
+    """List the published profiles that fit MODEL, and estimate the cost of measuring one.
 
     MODEL is a folder, a config.json or a Hub id, of which only the headers are read. A profile fits if family and
     dimensions are the same. The best profiles come first: those measured on MODEL itself, then on a relative (by the
@@ -78,7 +78,7 @@ def _folder(source: str, revision: str | None) -> Generator[Path]:
 
 
 def _costs(folder: Path) -> list[Cost]:
-    """What measuring would cost; empty where there are no weights to tell."""
+    """The estimated costs of measuring; empty if the folder has no weights."""
     from kvsurgery.checkpoint.source import INDEX, SINGLE, Checkpoint
     from kvsurgery.measure.cost import costs
 
@@ -88,7 +88,7 @@ def _costs(folder: Path) -> list[Cost]:
 
 
 def _print(suggestions: list[Suggestion], source: str, revision: str | None, everything: bool) -> None:
-    """The profiles that fit with their commands, then why others do not."""
+    """Print the profiles that fit with their import commands, then the others with the reason."""
     from kvsurgery.display import console
     from kvsurgery.profile.suggestion import FITS
 
@@ -106,7 +106,7 @@ def _print(suggestions: list[Suggestion], source: str, revision: str | None, eve
 
 
 def _print_suggestion(suggestion: Suggestion, source: str, revision: str | None, say: Callable[..., None]) -> None:
-    """A profile, why it fits or does not, and how it is imported."""
+    """Print a profile, the reason why it fits or not, and the commands that import it."""
     note = f" ({suggestion.published.note})" if suggestion.published.note else ""
     say(f"  {suggestion.published.format}: {suggestion.reason}{note}")
     for command in suggestion.published.commands(source, revision) if suggestion.fit != "no" else ():
@@ -114,7 +114,7 @@ def _print_suggestion(suggestion: Suggestion, source: str, revision: str | None,
 
 
 def _print_costs(costs: list[Cost], source: str, revision: str | None) -> None:
-    """A table of estimates, with how they came about."""
+    """Print the estimated costs, with the assumptions behind them."""
     from kvsurgery.display import console
     from kvsurgery.measure.cost import DEVICE, FLOPS
     from kvsurgery.profile.profiled_model import local_folder

@@ -1,1 +1,1 @@
-"""What others published, as a `HeadProfile`: one module for each format."""
+"""Importers of published head scores as a `HeadProfile`, one module for each format."""

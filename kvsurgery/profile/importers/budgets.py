@@ -1,4 +1,4 @@
-"""Budgets that someone decided head by head, in tokens."""
+"""Import a table of budgets in tokens, one for each KV head."""
 
 from __future__ import annotations
 

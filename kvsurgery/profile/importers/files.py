@@ -1,4 +1,4 @@
-"""Reading published files: sizes, JSON and tables are checked, and where they came from is recorded."""
+"""Read published files: check sizes, JSON and tables, and record the source."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def read(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def origin(method: str, path: Path, raw: bytes) -> dict[str, str]:
-    """What a profile's provenance says of the file that it was read from."""
+    """The entry in a profile's provenance about the imported file."""
     return {"source": path.name, "blake3": blake3(raw).hexdigest(), "origin": method, "tool": TOOL}
 
 
 def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
-    """A JSON object whose keys are given once.
+    """Parse a JSON object, and refuse duplicate keys.
 
     Raises:
-        ProfileError: it is not such JSON.
+        ProfileError: it is not a JSON object, or has a duplicate key.
     """
     try:
         value = json.loads(raw, object_pairs_hook=_unique)
@@ -61,13 +61,13 @@ def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
 def parse_table(path: Path, raw: bytes, number_of: Callable[[Path, int, str], float]) -> np.ndarray:
     """float64 [lines, columns] of tab-separated cells.
 
-    As programs write tables: also with a byte order mark, comments, quotes around numbers, or blank lines at the end.
+    A byte order mark, comments, quotes around numbers, and blank lines at the end are accepted.
 
     Args:
-        number_of: makes a number of a file's line and a cell in it.
+        number_of: converts a cell of the file to a number, given the path, the number of its line, and its text.
 
     Raises:
-        ProfileError: lines differ in length, or as `number_of` raises it.
+        ProfileError: lines differ in length, or `number_of` refuses a cell.
     """
     encoding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     text = raw.decode(encoding, "replace")
@@ -125,10 +125,10 @@ def read_shares(path: Path, slack: float, noun: str, model: ProfiledModel) -> tu
 
 
 def check_kv_heads(path: Path, shape: Sequence[int], model: ProfiledModel) -> None:
-    """Check that scores of a shape are one for every KV head of a model.
+    """Check that a shape has one score for every KV head of a model.
 
     Raises:
-        ProfileError: there is not.
+        ProfileError: it does not.
     """
     dimensions = model.dimensions
     if tuple(shape) != (dimensions.layers, dimensions.kv_heads):

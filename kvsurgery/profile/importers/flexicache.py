@@ -21,11 +21,11 @@ def import_flexicache(
 
     Args:
         path: JSON of `{model: {name of a list: [[layer, KV head], ...]}}`.
-        entry, heads: the model and the list in the file; None where it has one, or a model that is called like this.
+        entry, heads: the model and the list in the file; None for the only one, or for the model with the same name.
 
     Raises:
-        ProfileError: the file is unreadable or of another layout, it has several models or lists and none was chosen,
-            or the model does not have a head.
+        ProfileError: the file is unreadable or has another layout, it has several models or lists and none was chosen,
+            or it names a head that the model does not have.
     """
     path = Path(path)
     raw = read(path)
@@ -42,7 +42,7 @@ def import_flexicache(
 
 
 def _select(path: Path, content: Any, name: str | None, noun: str) -> tuple[Any, str]:
-    """One value of an object, and its name."""
+    """Select one value of an object; returns the value and its name."""
     if not isinstance(content, Mapping) or not content:
         raise ProfileError(f"{path} holds no {noun}")
     if name is None and len(content) == 1:

@@ -19,7 +19,7 @@ LARGEST_TENSOR_FILE = 1 << 20
 
 
 def import_kvzip(paths: Sequence[str | Path], model: ProfiledModel) -> HeadProfile:
-    """Read KVzip's head scores: of each KV head the largest score over the files, as KVzip takes it.
+    """Read KVzip's head scores: the largest score of each KV head over the files, as in KVzip.
 
     Args:
         paths: `.pt` files of one model, each measured on a text of its own: a tensor of layers x KV heads, whatever

@@ -16,11 +16,11 @@ KEY = "headwise_config"
 
 
 def import_rtpurbo(path: str | Path, model: ProfiledModel) -> HeadProfile:
-    """Read RTPurbo's retrieval heads: a query head that is one has the score 1, every other one 0.
+    """Read RTPurbo's retrieval heads: a retrieval head has the score 1, every other query head 0.
 
     Args:
-        path: a config.json whose `headwise_config` has a list of 0 and 1 by layer, and in tokens `sink_token_num` and
-            `swa_token_num`, what the other heads keep.
+        path: a config.json whose `headwise_config` has a list of 0 and 1 by layer, and the tokens that the other heads
+            keep, `sink_token_num` and `swa_token_num`.
 
     Raises:
         ProfileError: the file is unreadable or of another layout, or the model has other heads.
