@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,9 +15,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(parsed(path))]
+
+
 def imports(path: Path, package: str, files: dict[str, Path]) -> Iterator[str]:
     """Modules that a file imports anywhere, also inside of functions and for types alone, as absolute names."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -66,7 +77,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
     paths = [path for folder in ("kvsurgery", "templates") for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 100
     for path in paths:
-        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+        yield path.relative_to(ROOT).as_posix(), parsed(path)
 
 
 def crowded(tree: ast.AST) -> Iterator[int]:
