@@ -51,7 +51,9 @@ def test_the_hardest_answered_set_is_asked_and_recorded(answered, task, sets, tm
     line, plan = lines
     assert plan.startswith("2 prompts for each model, of at most 96 tokens: 2 of needle")
     assert line.startswith(f"needles: {answered}, ")
-    assert {(0, None, f"trying needles: {answered}, {number} of {TRIALS}") for number in range(1, TRIALS + 1)} <= {*steps}
+    assert {(0, None, f"trying needles: {answered}, {number} of {TRIALS}") for number in range(1, TRIALS + 1)} <= {
+        *steps
+    }
     assert json.loads((tmp_path / "report" / "settings.json").read_text())["tasks"]["needle"] == chosen
 
 
