@@ -23,7 +23,9 @@ os.environ["MATPLOTLIBRC"] = os.devnull  # pictures look the same whatever the h
 os.fsync = lambda descriptor: None  # nothing here has to survive a power failure, so nothing waits for the disk
 
 # no time limits, and the same examples in every run: a test that begins to fail fails because of a change
-settings.register_profile("kvsurgery", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile(
+    "kvsurgery", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 settings.load_profile("kvsurgery")
 
 

@@ -86,10 +86,9 @@ def padding_mask(
     device: torch.device | None = None,
     **kwargs,
 ) -> torch.Tensor | None:
-    """Reduce a 2D padding mask [batch, tokens] to the left padding of each row, int64 [batch, 1, 1, 1], or None without
-    any.
+    """Reduce a 2D padding mask [batch, tokens] to the left padding of each row, int64 [batch, 1, 1, 1], or None.
 
-    It has four dimensions, since stock code may cut queries to those that it goes on with.
+    It has four dimensions, since stock code may cut queries to those that it goes on with. None is no padding at all.
 
     Only forwards without a cache use it: a `KVSurgeryCache` keeps the padding itself. There, right padding is harmless,
     since no token sees a later one. Transformers 4 passes `cache_position`, later versions `q_length` and `device`.

@@ -79,12 +79,11 @@ class BudgetedHeads(Heads):
         forward: Forward,
         scoring: Scoring,
     ) -> tuple[torch.Tensor, Read]:
-        """Store the layer's new tokens and attend from them: to the whole prompt while it comes in, then to what was
-        selected.
+        """Store the layer's new tokens and attend from them.
 
-        One forward may hold the prompt and tokens after it (assisted decoding); the latter see the selection only.
-        Where budgets hold, the forward is cut where heads select again or fill a tile, so that chunks of any size give
-        the same result.
+        They see the whole prompt while it comes in, then what was selected. One forward may hold the prompt and tokens
+        after it (assisted decoding); the latter see the selection only. Where budgets hold, the forward is cut where
+        heads select again or fill a tile, so that chunks of any size give the same result.
 
         Args:
             query, key, value: of the budgeted heads alone, [batch, heads, tokens, head_dim].
@@ -159,10 +158,10 @@ class BudgetedHeads(Heads):
     @torch.inference_mode(False)
     @torch.no_grad()
     def select(self, keys: torch.Tensor, values: torch.Tensor, pads: Sequence[int], scoring: Scoring) -> torch.Tensor:
-        """Choose from the prompt's keys and values [batch, heads, prompt, head_dim], by column, and forget what has
-        waited.
+        """Choose from the prompt's keys and values, [batch, heads, prompt, head_dim] by column.
 
-        The device is not waited for: how many columns a head keeps follows from the padding.
+        What has waited is forgotten. The device is not waited for: how many columns a head keeps follows from the
+        padding.
 
         Args:
             pads: left padding of each row; none is an empty list.

@@ -124,7 +124,7 @@ class KVLayerCache(HandingLayer):
 
     @property
     def values(self) -> torch.Tensor | None:  # ty: ignore[incompatible-property-override]
-        """As `keys`."""
+        """One buffer of all heads, [batch, slots of all heads, head_dim]."""
         return self.storage.values
 
     @property
@@ -335,8 +335,11 @@ class KVSurgeryCache(HandingCache):
         self.columns.crop(min(seen, length))
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Columns that a layer has seen, padding included. During a forward, earlier layers have seen more than later
-        ones; without a layer, or for one without a KV cache of its own, it is the most that any has seen."""
+        """Columns that a layer has seen, padding included.
+
+        During a forward, earlier layers have seen more than later ones. Without a layer, or for one without a KV cache
+        of its own, it is the most that any has seen.
+        """
         own_layers = self.layers[layer_idx : layer_idx + 1] if layer_idx is not None else []
         lengths = [layer.seen for layer in own_layers if isinstance(layer, KVLayerCache)]
         return max(lengths or [layer.seen for layer in self.attention])

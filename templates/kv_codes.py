@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
         return sum(part.nbytes for part in self)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Tiles":
-        """The same change of every part: other rows, or some of the tiles."""
+        """Change every part alike: other rows, or some of the tiles."""
         return Tiles(*map(change, self))
 
 
@@ -172,6 +172,7 @@ def _inverse_shifts(bits: int, dtype: torch.dtype, device: torch.device) -> torc
 def quantize_groups(
     states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes of states, and the scales that groups of them share."""
     codes, scales = _encode(states, groups, quantization)
     return _pack(codes, quantization.bits), scales
 
@@ -282,6 +283,7 @@ def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.T
 
 
 def scale_codes(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """What codes stand for: `codes * scale + low`. Codes in float32 are overwritten."""
     if codes.dtype == torch.float32:  # several times faster where a scale is for the innermost states
         return codes.mul_(scale).add_(low)
     return torch.addcmul(low, codes, scale)  # rounds once

@@ -90,7 +90,7 @@ class Rows:
         return states.index_select(0, self.index.to(states.device))
 
     def of(self, values: list) -> list:
-        """The same for what the host knows of rows. Waits for the device where rows differ."""
+        """Left padding and length of rows as the host knows them. Waits for the device where rows differ."""
         if len(set(values)) <= 1:
             return values[:1] * len(self.index)
         return [values[row] for row in self.rows]

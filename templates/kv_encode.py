@@ -108,7 +108,7 @@ class EncodingLayer(HandingLayer):
         return torch.arange(first_place, n, device=keys.device).expand(keys.shape[1], -1)
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        """The same where the budget is less than n."""
+        """Places of `keys` that every KV head keeps where the budget is less than n: int64 [kv_heads, budget]."""
         reform = self.encoder.reform
         if reform.compressor == "streaming":
             importance = torch.arange(keys.shape[2], device=keys.device).float().expand(keys.shape[1], -1)
@@ -124,8 +124,9 @@ class EncodingLayer(HandingLayer):
 
 
 def best_places(importance: torch.Tensor, budget: int, keep: int) -> torch.Tensor:
-    """The first and last `keep` places and the most important others, of equal ones the earlier, by importance float32
-    [kv_heads, n], up to a budget of less than n: int64 [kv_heads, budget], ascending."""
+    """The most important places, and the first and last `keep`: int64 [kv_heads, budget], ascending.
+
+    By importance float32 [kv_heads, n], of equal places the earlier, with a budget of less than n."""
     importance = importance.clone()
     importance[:, :keep] = importance[:, importance.shape[1] - keep :] = float("inf")
     order = importance.sort(dim=-1, descending=True, stable=True).indices

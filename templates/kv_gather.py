@@ -66,8 +66,10 @@ def gather(scores: torch.Tensor, question: int, reform: Reform) -> torch.Tensor:
 def question_start(
     tokens: torch.Tensor, reform: Reform, query_length: int | None = None, query_start: int | None = None
 ) -> int:
-    """Where the question of a prompt begins: as stated; else after the last marker of a user's turn, if what follows
-    takes no more than half of the recompute budget; else `query_length` tokens before the end.
+    """Where the question of a prompt begins.
+
+    As stated; else after the last marker of a user's turn, if what follows takes no more than half of the recompute
+    budget; else `query_length` tokens before the end.
 
     Args:
         tokens: ids [tokens] or embeddings [tokens, hidden] of one row without padding.

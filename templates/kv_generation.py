@@ -53,6 +53,7 @@ class KVSurgeryModel:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, config: Any = None, **kwargs) -> Any:
+        """Load weights, but those of other heads than a given config describes."""
         path = str(pretrained_model_name_or_path)
         # None: the weights are a `state_dict`
         if pretrained_model_name_or_path is not None and hasattr(config, "kv_surgery") and config.name_or_path != path:
@@ -71,14 +72,17 @@ class KVSurgeryModel:
         super().__setattr__(name, value)
 
     def enable_peft_hotswap(self, *args, **kwargs) -> None:
+        """Refuse: adapters that are swapped in place are not checked."""
         raise ValueError(NO_HOTSWAP)
 
     def load_adapter(self, *args, **kwargs) -> Any:
+        """Load an adapter, which is not swapped in place."""
         if kwargs.get("hotswap") is True:
             raise ValueError(NO_HOTSWAP)
         return super().load_adapter(*args, **kwargs)
 
     def get_decoder(self) -> Any:
+        """The model without its output layer."""
         decoder = super().get_decoder()
         return getattr(decoder, "model", decoder)  # transformers 5 returns Llama 4 with its output layer
 
@@ -90,6 +94,7 @@ class KVSurgeryModel:
         return NAME
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
+        """Set the attention of towers that read images; that of the text stays."""
         implementations = attn_implementation
         if not isinstance(implementations, dict):
             implementations = dict.fromkeys(self.config.sub_configs, implementations)
@@ -97,7 +102,7 @@ class KVSurgeryModel:
 
 
 class KVSurgeryGeneration(KVSurgeryModel):
-    """The same for a model that generates: `generate` makes, sizes and continues a `KVSurgeryCache`."""
+    """A model whose `generate` makes, sizes and continues a `KVSurgeryCache`."""
 
     _auto_class = "AutoModelForCausalLM"
 
@@ -276,8 +281,10 @@ def with_kv_cache(forward: Callable) -> Callable:
 
 
 def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """Check a forward of the inner model and tell its cache, unless the model around it has: trainers call it alone,
-    and so do the first stages of a pipeline. Texts that are packed into rows are attended to one by one."""
+    """Check a forward of the inner model and tell its cache, unless the model around it has.
+
+    Trainers call it alone, and so do the first stages of a pipeline. Texts that are packed into rows are attended to
+    one by one."""
     cache = options.get(CACHE, options.get("past_key_values"))
     if isinstance(cache, HandingCache) and not isinstance(cache, KVSurgeryCache):  # it reads a long prompt
         return None

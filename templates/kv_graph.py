@@ -157,8 +157,9 @@ def hooked(model: torch.nn.Module) -> bool:
 
 
 def waits_for_the_device(config: Any) -> bool:
-    """Whether a step of such a model needs the host: experts are chosen there, some kinds of RoPE, and positions that
-    factors of queries follow (Llama 4)."""
+    """Whether a step of a model needs the host.
+
+    There experts are chosen, some kinds of RoPE, and positions that factors of queries follow (Llama 4)."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope_types = {parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)}
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)

@@ -94,8 +94,9 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
 
 
 def padding_of(mask: Any, tokens: int) -> Any:
-    """The mask [rows, tokens] of what `padding_mask` (kv_attention.py) returned for each kind of layers, which some
-    models that read images hand to their decoder; any other mask as it is."""
+    """The mask [rows, tokens] of what `padding_mask` (kv_attention.py) returned for each kind of layers.
+
+    Some models that read images hand that to their decoder. Any other mask stays as it is."""
     if not isinstance(mask, dict):
         return mask
     pads = [part for part in mask.values() if part is not None]

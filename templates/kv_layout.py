@@ -137,9 +137,10 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Selection:
-    """How budgeted heads choose what they keep of a prompt (SnapKV, Li et al. 2024): by the attention of its last
-    `window` tokens, pooled over `kernel_size` neighbors by their maximum (`max`) or mean (`avg`). The window is kept
-    on top of the budget.
+    """How budgeted heads choose what they keep of a prompt (SnapKV, Li et al. 2024).
+
+    By the attention of its last `window` tokens, pooled over `kernel_size` neighbors by their maximum (`max`) or mean
+    (`avg`). The window is kept on top of the budget.
 
     With `hold`, budgets hold after the prompt too: whenever `hold` tokens have come since the last selection, heads
     select again in the same way, among the tokens that they still have. Without it they keep all that follows.
@@ -154,8 +155,10 @@ class Selection:
     select: str = ATTENTION
 
     def quantizable(self, quantization: Quantization) -> bool:
-        """Whether heads that select so can be quantized so. Where budgets hold, every token needs scales of its own: a
-        later selection moves its codes, and where tokens share scales, it would quantize them again."""
+        """Whether heads that select like this can be quantized.
+
+        Where budgets hold, every token needs scales of its own: a later selection moves its codes, and where tokens
+        share scales, it would quantize them again."""
         return self.hold is None or quantization.scheme == "per-token"
 
     def score_count(self, budget: int, columns: int) -> int:
@@ -164,15 +167,18 @@ class Selection:
 
     @property
     def sinks(self) -> int:
-        """First tokens that always stay. Where values count there are some: they get much attention, and their values
-        are small."""
+        """First tokens that always stay.
+
+        Where values count there are some: they get much attention, and their values are small."""
         return VALUE_SINKS if self.select == VALUE_NORM else 0
 
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """One layer's KV heads in order: in each of `blocks`, full heads that keep every token, then streaming or budgeted
-    ones. A process of tensor parallelism has whole blocks; one block is the ordinary case.
+    """One layer's KV heads in order.
+
+    In each of `blocks` come full heads that keep every token, then streaming or budgeted ones. A process of tensor
+    parallelism has whole blocks; one block is the ordinary case.
 
     A streaming head at position i sees position j <= i when j < sink or i - j < recent. A layer with a sliding window
     of the model's own is `native`: all its heads stream, with sink 0 and recent = window. Where it is `chunked`,
@@ -470,7 +476,7 @@ class KVLayout:
         return next((layer.quantization for layer in self.layers if layer.quantization), None)
 
     def quantized(self, quantization: Quantization) -> "KVLayout":
-        """The same heads with a cache that is quantized so.
+        """These heads with a cache that is quantized.
 
         Raises:
             ValueError: heads of this size cannot be stored so.

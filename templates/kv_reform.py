@@ -89,7 +89,7 @@ class Reform:
             raise ValueError(f"query_marker is a list of token ids, got {list(self.query_marker)}")
 
     def with_budget(self, recompute_budget: int | None) -> "Reform":
-        """The same with another recompute budget, if one is given.
+        """Settings with another recompute budget, if one is given.
 
         Raises:
             ValueError: it is no number, or less than the first and last tokens that are always kept.

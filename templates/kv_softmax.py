@@ -52,7 +52,7 @@ class Scoring(NamedTuple):
         return (output * remaining[..., None]).to(output.dtype)
 
     def split(self, query_heads: list[int]) -> "list[Scoring]":
-        """The same of runs of this many query heads."""
+        """How scores of each run of so many query heads are made."""
         if self.sinks is None:
             return [self] * len(query_heads)
         return [self._replace(sinks=part) for part in self.sinks.split(query_heads)]
@@ -145,8 +145,9 @@ def attend(
 def attend_with_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by explicit scores, and their log-sum-exp, to `merge` with other keys; a query may see nothing. Sinks
-    are left out: they come once, after all keys.
+    """Attend by explicit scores, with their log-sum-exp, to `merge` with other keys.
+
+    A query may see nothing. Sinks are left out: they come once, after all keys.
 
     Returns:
         As `attend`; and float32 [batch, kv_heads * group, tokens].

@@ -24,36 +24,37 @@ FEW = ["full attention", "REFORM", "BM25 retrieval", "truncation"]
 NAMES = [*FEW, "H2O", "StreamingLLM", "InfiniPot", "InfLLM-like blocks"]
 
 
+@pytest.mark.usefixtures("small_budgets")
 def test_a_run_goes_on_from_its_file(
     beyond_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Full attention is left out where the model has no positions for it; a text may be read by more methods later."""
     results = tmp_path / "found.json"
     command = ["beyond_context.py", beyond_folder, "--profile", beyond_folder / "reform.safetensors"]
-    command += ["--text", beyond_folder / "text.txt", "--lengths", 1100, 1400, "--texts", 2, "--recurrent-texts", 1]
+    command += ["--text", beyond_folder / "text.txt", "--lengths", 180, 220, "--texts", 2, "--recurrent-texts", 1]
     command += ["--json", results, "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     beyond_context.main()
     written = json.loads(results.read_text())
     found = written["results"]
-    assert [sorted(sample) for sample in found["1100"]] == [sorted(NAMES), sorted(FEW)]
-    assert [sorted(sample) for sample in found["1400"]] == [sorted(NAMES[1:]), sorted(FEW[1:])]
-    assert {len(answers["right"]) for sample in found["1400"] for answers in sample.values()} == {4}
-    found["1100"][0]["REFORM"]["right"] = "kept"
-    del found["1400"][1]
+    assert [sorted(sample) for sample in found["180"]] == [sorted(NAMES), sorted(FEW)]
+    assert [sorted(sample) for sample in found["220"]] == [sorted(NAMES[1:]), sorted(FEW[1:])]
+    assert {len(answers["right"]) for sample in found["220"] for answers in sample.values()} == {4}
+    found["180"][0]["REFORM"]["right"] = "kept"
+    del found["220"][1]
     results.write_text(json.dumps(written))
     monkeypatch.setattr(beyond_context, "table", lambda found: ["the table"])
     beyond_context.main()
     again = json.loads(results.read_text())["results"]
-    assert again["1100"][0]["REFORM"]["right"] == "kept"
-    assert len(again["1400"]) == 2
+    assert again["180"][0]["REFORM"]["right"] == "kept"
+    assert len(again["220"]) == 2
     assert "the table" in capsys.readouterr().out
     sys.argv[sys.argv.index("--recurrent-texts") + 1] = "2"
     beyond_context.main()
     more = json.loads(results.read_text())["results"]
-    assert more["1100"][0] == again["1100"][0]
-    assert [sorted(sample) for sample in more["1100"]] == [sorted(NAMES)] * 2
-    assert all(more["1100"][1][name] == again["1100"][1][name] for name in FEW)
+    assert more["180"][0] == again["180"][0]
+    assert [sorted(sample) for sample in more["180"]] == [sorted(NAMES)] * 2
+    assert all(more["180"][1][name] == again["180"][1][name] for name in FEW)
     sys.argv[-1] = "bfloat16"
     with pytest.raises(SystemExit):
         beyond_context.main()
@@ -65,16 +66,17 @@ def test_a_run_goes_on_from_its_file(
     assert "measured with other settings" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("small_budgets")
 def test_a_run_measures_only_the_methods_that_are_named(
     beyond_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = tmp_path / "found.json"
     command = ["beyond_context.py", beyond_folder, "--profile", beyond_folder / "reform.safetensors"]
-    command += ["--text", beyond_folder / "text.txt", "--lengths", 1100, "--texts", 1, "--json", results]
+    command += ["--text", beyond_folder / "text.txt", "--lengths", 180, "--texts", 1, "--json", results]
     command += ["--dtype", "float32", "--only", "H2O", "--only", "truncation"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     beyond_context.main()
-    [sample] = json.loads(results.read_text())["results"]["1100"]
+    [sample] = json.loads(results.read_text())["results"]["180"]
     assert sample.keys() == {"H2O", "truncation"}
 
 

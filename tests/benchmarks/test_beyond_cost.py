@@ -18,24 +18,25 @@ CHOOSING = [method.name for method in beyond_context.choosing(beyond_context.SET
 NAMES = CHOOSING + [method.name for method in beyond_context.recurrent(beyond_context.SETTINGS, [])]
 
 
+@pytest.mark.usefixtures("small_budgets")
 def test_a_run_goes_on_from_its_file(
     beyond_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     results = tmp_path / "cost.json"
     command = ["beyond_cost.py", beyond_folder, "--profile", beyond_folder / "reform.safetensors"]
-    command += ["--text", beyond_folder / "text.txt", "--lengths", 1100, 1400, "--texts", 1]
+    command += ["--text", beyond_folder / "text.txt", "--lengths", 180, 220, "--texts", 1]
     command += ["--json", results, "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     beyond_cost.main()
-    assert "| 1,400 | REFORM |" in capsys.readouterr().out
+    assert "| 220 | REFORM |" in capsys.readouterr().out
     found = json.loads(results.read_text())
     [[short], [long]] = found["results"].values()
     assert (sorted(short), sorted(long)) == (sorted(NAMES), sorted(NAMES[1:]))
     assert all(min(each["waiting"], each["answering"], each["token"]) > 0 for each in (*short.values(), *long.values()))
     # where tokens are chosen by the question, only their ids wait; with REFORM also embeddings of whole chunks
-    assert long["truncation"]["waiting"] == 8 * 1400
+    assert long["truncation"]["waiting"] == 8 * 220
     head_dim = beyond_context.stock(beyond_folder).config.head_dim
-    assert long["REFORM"]["waiting"] >= 8 * 1400 + 1024 * 2 * 4 * head_dim
+    assert long["REFORM"]["waiting"] >= 8 * 220 + 128 * 2 * 4 * head_dim
     short["REFORM"]["token"] = "kept"
     del long["H2O"]
     results.write_text(json.dumps(found))

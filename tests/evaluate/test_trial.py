@@ -12,16 +12,19 @@ from kvsurgery.errors import OutputError, TextError
 from kvsurgery.evaluate import trial
 from kvsurgery.evaluate.runner import Evaluation, Options, evaluate
 from kvsurgery.evaluate.tasks.needle import NeedleTask
+from kvsurgery.text import needle_sets
 from kvsurgery.text.needle_sets import AUTO
 from tests.evaluate.recall import MODEL, tasks
 from tests.helpers.needle_sets import COUNT
 
 BATCH = Options(batch=4)
 FEW = Options(batch=4, limit=2)
+TRIALS = 2
 
 
 @pytest.fixture
-def task(language):
+def task(language, monkeypatch):
+    monkeypatch.setattr(needle_sets, "TRIALS", TRIALS)
     return {"needle": replace(tasks(language)["needle"], needles=AUTO, count=None)}
 
 
@@ -43,12 +46,14 @@ def test_the_hardest_answered_set_is_asked_and_recorded(answered, task, sets, tm
     assert results.tasks[0].count == FEW.limit
     chosen = results.settings["tasks"]["needle"]
     assert (chosen["needles"], chosen["choice"]["name"]) == ("auto", answered)
-    assert chosen["choice"]["right"][answered] == chosen["choice"]["trials"] == 8
+    assert chosen["choice"]["right"][answered] == chosen["choice"]["trials"] == TRIALS
     assert chosen["choice"]["tokens"] == 96
     line, plan = lines
     assert plan.startswith("2 prompts for each model, of at most 96 tokens: 2 of needle")
     assert line.startswith(f"needles: {answered}, ")
-    assert {(0, None, f"trying needles: {answered}, {number} of 8") for number in range(1, 9)} <= {*steps}
+    assert {(0, None, f"trying needles: {answered}, {number} of {TRIALS}") for number in range(1, TRIALS + 1)} <= {
+        *steps
+    }
     assert json.loads((tmp_path / "report" / "settings.json").read_text())["tasks"]["needle"] == chosen
 
 
