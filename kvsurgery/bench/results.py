@@ -42,7 +42,7 @@ class Row:
         tokens: of each prompt.
         batch: prompts that are read together.
         prefill: the prompt, in one forward into an empty cache.
-        chunked: the same in chunks of `settings["chunk"]` tokens; None where the prompt is no longer than one.
+        chunked: the same in chunks of `settings["chunk"]` tokens; None if the prompt fits into one chunk.
         first_token: `generate` with one new token.
         decode: one step. Like `prefill`, it is None for prompts beyond REFORM's recompute budget, which only
             `generate` reads.
@@ -86,7 +86,7 @@ class Bench:
         contenders: names, the converted model's first and the original's second.
         left_out: contenders that do not run here, and why.
         rows: by batch, then length, then contender, skipped ones too.
-        original: fingerprint of the weights that were converted, where it can be told.
+        original: fingerprint of the converted weights, if known.
     """
 
     models: Mapping[str, str]

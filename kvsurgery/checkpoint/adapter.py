@@ -31,7 +31,7 @@ LORA: dict[str, tuple[int | None, ...]] = {
     ".lora_magnitude_vector": (0,),
     ".lora_magnitude_vector.weight": (0,),
 }
-# settings by which rows of B or columns of A are no longer those of the weight, or layers those of the model
+# settings that change the rows of B, the columns of A, or the layers, so that they do not match the model
 REFUSED = ("fan_in_fan_out", "layer_replication", "use_bdlora", "use_qalora")
 MERGE = "merge it into the original (merge_and_unload() of peft) and convert the result"
 
@@ -73,7 +73,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder; download an adapter on the Hub first{did_you_mean(folder)}")
     if not (folder / ADAPTER_CONFIG).exists():
-        raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG}: it is no adapter that peft saved")
+        raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG}: it is not an adapter saved by peft")
     return read_json(folder / ADAPTER_CONFIG)[0]
 
 

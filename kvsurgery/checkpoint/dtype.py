@@ -79,6 +79,6 @@ def stored_dtype(folder: Path) -> str | None:
     config = read_config(folder)
     try:
         shards = read_weights(folder)[0]
-    except KVSurgeryError:  # of a Hub id there is the config only
+    except KVSurgeryError:  # for a Hub id, only the config was downloaded
         return config_dtype(config)
     return loading_dtype(config, shards)

@@ -125,7 +125,7 @@ class Shard:
         """Open the bytes from `start` to `end`, which are best read in order.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends early, as it changed; also what is yielded raises it.
+            CheckpointError: the file cannot be read, or ends early because it changed; also raised by the reader.
         """
         with reading(self.path):
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)

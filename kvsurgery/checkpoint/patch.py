@@ -212,7 +212,7 @@ class Sharing(Table):
 
 @dataclass(frozen=True)
 class Patch(Table):
-    """All tables of the file; `kvsurgery.checkpoint.family` says what they mean."""
+    """All tables of the file, explained in `kvsurgery.checkpoint.family`."""
 
     classes: Mapping[str, str]
     modeling: Modeling

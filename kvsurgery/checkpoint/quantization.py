@@ -39,7 +39,7 @@ STATE_SCALES = {
     for part in ("scale", "zero_point")
 }
 INTEGER = 32  # bits of the integers that codes are packed into
-# what the kinds of algorithms of ModelOpt are called here
+# ModelOpt's algorithms and their layouts
 MODELOPT = {
     "FP8": "modelopt-fp8",
     "FP8_PB_WO": "modelopt-fp8-block",

@@ -124,7 +124,7 @@ def survey(folder: Path) -> dict[str, FileState]:
     """The state of each file beside the weights that conversion reads, by name.
 
     Raises:
-        CheckpointError: a file cannot be read, is no regular file, or is a link to nothing or out of the folder.
+        CheckpointError: a file cannot be read, is not a regular file, or is a broken link or a link out of the folder.
     """
     states: dict[str, FileState] = {}
     for name, is_readable in _entries(folder):

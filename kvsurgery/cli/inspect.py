@@ -123,7 +123,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     if quantized := surgery.quantization:
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
         sink_text = f"the first {quantized['sink']} and " if quantized["sink"] else ""
-        unquantized = f"{sink_text}the newest {quantized['residual']} tokens as they are"
+        unquantized = f"{sink_text}the newest {quantized['residual']} tokens unquantized"
         lines.append(f"KV cache in {describe_bits(quantized)}, {unquantized}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))

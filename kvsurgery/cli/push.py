@@ -58,7 +58,7 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, delete_othe
         from kvsurgery.report import card_files
 
         report_files = card_files(folder, report)
-    # hashing takes minutes; a missing token, or what is on the Hub already, should not wait for it
+    # hashing takes minutes; check the token and the files on the Hub first
     pushed_names = [*hub.pushed_files(folder), *report_files]
     hub.RemoteFolder.read(repo_id).check(pushed_names, private=private, delete_others=delete_others)
     with console.byte_progress("verifying", weight_bytes(folder)) as advance:

@@ -33,7 +33,7 @@ BAR_SHARE, SHORTEST_BAR = 6, 8  # a bar's part of the terminal, and its fewest c
 # takes the room that is left, so that neither counts nor times are cut
 NOTE = TextColumn("{task.fields[note]}", table_column=TableColumn(ratio=1, no_wrap=True))
 
-# file names and results are printed as they are: nothing in them is markup
+# file names and results are printed literally, without markup
 stdout = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 

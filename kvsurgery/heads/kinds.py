@@ -9,7 +9,7 @@ from typing import Literal
 
 from kvsurgery.templates.kv_layout import ACCUMULATED, ATTENTION, VALUE_NORM, KVLayout, LayerLayout
 
-# what the remaining heads of layers with full attention become
+# the kinds of the remaining heads in layers with full attention
 Rest = Literal["streaming", "budgeted"]
 # by what budgeted heads choose tokens, before "the last 8 tokens"
 CHOSEN_BY = {

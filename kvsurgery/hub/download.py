@@ -57,7 +57,7 @@ def fetch_config(repo_id: str, revision: str | None = None, name: str = CONFIG) 
         Its folder in the Hub's cache, and the commit. A file that was fetched by branch or tag is also found offline.
 
     Raises:
-        HubError: it cannot be had; the line says why and what to do.
+        HubError: it cannot be downloaded; the line says why and what to do.
     """
     with no_such_folder(repo_id), explained(repo_id, revision):
         if not constants.HF_HUB_OFFLINE:
@@ -70,7 +70,7 @@ def fetch_adapter(repo_id: str, revision: str | None = None) -> Path:
     """Download an adapter into the Hub's cache, without pickles and training leftovers.
 
     Raises:
-        HubError: it cannot be had; the line says why and what to do.
+        HubError: it cannot be downloaded; the line says why and what to do.
     """
     folder, commit = fetch_config(repo_id, revision, ADAPTER_CONFIG)
     left_out = [pattern for pattern in LEFT_OUT if pattern != "*.safetensors"]
@@ -86,7 +86,7 @@ def headers(repo_id: str, revision: str | None = None) -> Generator[RemoteCheckp
     Errors raised inside the block name the repository in place of the temporary folder.
 
     Raises:
-        HubError: it cannot be had; the line says why and what to do.
+        HubError: it cannot be downloaded; the line says why and what to do.
     """
     if constants.HF_HUB_OFFLINE:
         with no_such_folder(repo_id), explained(repo_id, revision):
@@ -125,7 +125,7 @@ def fetch_checkpoint(
         The snapshot folder and its commit.
 
     Raises:
-        HubError: it cannot be had; the line says why and what to do.
+        HubError: it cannot be downloaded; the line says why and what to do.
     """
     with headers(repo_id, revision) as remote:
         if check:

@@ -29,7 +29,7 @@ def fetch_file(
         The path in the cache, and the address with the commit.
 
     Raises:
-        HubError: it cannot be had, or is larger; the line says why and what to do.
+        HubError: it cannot be downloaded, or is larger; the line says why and what to do.
     """
     with explained(file.repo_id, file.revision, file.path):
         try:

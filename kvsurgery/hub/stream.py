@@ -48,7 +48,7 @@ class RemoteShard(Shard):
         """Request the bytes from `start` to `end`, which must be read in order.
 
         Raises:
-            HubError: they cannot be had; the line says why and what to do.
+            HubError: they cannot be downloaded; the line says why and what to do.
         """
         left, position = memoryview(b""), start
 
@@ -114,7 +114,7 @@ def stream_checkpoint(repo_id: str, revision: str | None, check: Callable[[Path]
         repo_id, revision, check: as in `fetch_checkpoint`.
 
     Raises:
-        HubError: it cannot be had; the line says why and what to do.
+        HubError: it cannot be downloaded; the line says why and what to do.
     """
     if constants.HF_HUB_OFFLINE:
         raise HubError(

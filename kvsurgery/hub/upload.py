@@ -137,7 +137,7 @@ def push(
         raise HubError(f"{url.repo_id} cannot be read, so its contents cannot be checked; check the token's rights")
     remote.check(files.keys(), private=private, delete_others=delete_others)
     others = set(remote.others(files.keys()))
-    # the Hub leaves out what the `.gitignore` of the commit before lists, unless this commit has another one
+    # the Hub ignores files that the parent commit's `.gitignore` lists, unless this commit replaces it
     for name in others & GIT_FILES:
         files[name] = "".join(f"{line}\n" for line in remote.git_files[name] if _is_of_lfs(line)).encode()
     deletions = [CommitOperationDelete(name, is_folder=False) for name in sorted(others - GIT_FILES)]

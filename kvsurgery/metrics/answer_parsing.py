@@ -72,7 +72,7 @@ def cloze_partial(answer: str, references: Sequence[str], choices: Sequence[str]
 def _dict_literal(answer: str) -> dict[Any, Any]:
     """Parse an answer as a dictionary literal; empty if it is not one."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what is almost Python
+        with warnings.catch_warnings(action="ignore"):  # about invalid Python
             value = ast.literal_eval(answer.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return {}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tree_sitter import Node, Parser
 
 SIMILAR = 0.8  # BLEU from which on an answer is the function
-# language -> package, the name of its grammar there, and what a function is called in its syntax trees
+# language -> package, the name of its grammar there, and the type of a function node in its syntax trees
 LANGUAGES = {
     "python": ("tree_sitter_python", "language", "function_definition"),
     "java": ("tree_sitter_java", "language", "method_declaration"),

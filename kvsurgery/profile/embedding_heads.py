@@ -13,9 +13,9 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
 
 STATES = ("q", "k", "v")
-# what is ranked: states, and to compare them with, what enters a layer, and the attention of the question's tokens
+# ranked states and, for comparison, the inputs of a layer and the attention of the question's tokens
 RANKED_KINDS = (*STATES, "hidden", "attention")
-RANKING_TASKS = ("pattern", "multihop")  # finding what is asked for by its words, and over an intermediate step
+RANKING_TASKS = ("pattern", "multihop")  # finding a fact by words of the question, and over an intermediate step
 CHOSEN_HEADS = 4
 PATTERN_DEPTH = Fraction(7, 10)  # pattern heads are of layers below it, as a share of all
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BLUES = ("#c6dbef", "#6baed6", "#08519c")
 GRAY = "#e5e5e5"  # layers that cannot have full heads
-# inches: the side of a cell where there is room, what the cells of a row take together at most, and the height of bars
+# inches: the largest side of a cell, the largest width of a row of cells, and the height of bars
 CELL, ACROSS, BARS = 0.2, 12.0, 1.1
 LONGEST_NAME = 60
 FRAME = "#d62728"

@@ -25,7 +25,7 @@ class ProfiledModel:
         dimensions: of attention.
         windows: per layer, its own sliding window in tokens, 0 for linear and None for full attention; None as a
             whole if unknown.
-        fingerprint: of the weights, where they are at hand.
+        fingerprint: of the weights, if there are any.
     """
 
     name: str

@@ -200,7 +200,7 @@ def names_above(axes: Axes, columns: int = 2, handles: Sequence[Artist] | None =
 
 
 def tokens(count: Any) -> str:
-    """A number of tokens for an axis: 500, 4k, 1M. Names of lengths are as they are."""
+    """A number of tokens for an axis: 500, 4k, 1M. Names of lengths do not change."""
     return length_name(count) if isinstance(count, int) else label(count)
 
 

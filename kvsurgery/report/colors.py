@@ -35,5 +35,5 @@ DARK = {
     "good": "#62d08d",
     "bad": "#ff8a80",
 }
-# what the light colors become in a page
+# dark-page replacements of the light colors
 VARIABLES = {color: f"--{name}" for name, color in LIGHT.items()}

@@ -113,7 +113,7 @@ def verdict(task: TaskResult) -> str:
     difference = task.difference
     if task.count < FEWEST_SAMPLES:
         return "too few samples"
-    if difference is not None and (difference.low > 0 or difference.high < 0):  # not where it is no number
+    if difference is not None and (difference.low > 0 or difference.high < 0):  # False for NaN
         return BETTER if (difference.mean < 0) == (task.metric == PERPLEXITY) else WORSE
     if task.metric != PERPLEXITY and ORIGINAL in task.scores and task.scores[ORIGINAL].mean == 0:
         return "original scores 0"

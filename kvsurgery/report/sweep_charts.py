@@ -11,7 +11,7 @@ from kvsurgery.report.findings import titles
 from kvsurgery.report.quality_charts import BARS, Line, Place, Quality, quality_panel
 
 FRONT = "A ring marks a setting that scores better than every setting with the same or a smaller KV cache."
-SIZES = ("budget", "full_heads", "sparsity", "recent", "sink")  # what a line goes along, rather than other axes
+SIZES = ("budget", "full_heads", "sparsity", "recent", "sink")  # options that preferably vary along a line
 MOST_LINES = 8
 
 

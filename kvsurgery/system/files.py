@@ -16,7 +16,7 @@ from typing import Any
 
 from kvsurgery.errors import KVSurgeryError, OutputError, TextError
 
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # maybe the escape of half a character: `ESCAPE` tells
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # possibly the escape of half a character; `ESCAPE` decides
 # an escape of valid JSON: both halves of a character, one without the other, or anything else
 ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F]..)|.)")
 

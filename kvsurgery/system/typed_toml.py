@@ -107,7 +107,7 @@ def to_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for the one character that JSON leaves as it is
+        # JSON escapes like TOML, except for one character that JSON does not escape
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return f"[{', '.join(map(to_toml, value))}]"

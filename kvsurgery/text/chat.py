@@ -35,7 +35,7 @@ def around_turn(
     content = [{"type": "text", "text": CONTENT}] if as_parts else CONTENT
     prompt = _fill_template(tokenizer, [{"role": "user", "content": content}])
     if prompt.count(CONTENT) != 1:
-        raise UnsupportedModel("the chat template does not show the user's turn as it is, once")
+        raise UnsupportedModel("the chat template does not contain the user's words unchanged and exactly once")
     before, after = prompt.split(CONTENT)
     return before, after
 

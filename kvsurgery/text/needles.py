@@ -239,7 +239,7 @@ def _inside_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
             for token, (first, last) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
             if last > start
         ]
-        # a token that spells the end of the other text too: then the text as it is by itself
+        # a token also spans the end of the other text: use the tokens of the text alone
         if token_spans[0][1][0] >= 0:
             break
     ids, spans = zip(*token_spans, strict=True)

@@ -176,7 +176,7 @@ class TestOptions:
         assert "The first 4 and at least the newest 64 tokens stay in the model's dtype; the other tokens are" in card
         how = "4 bits (per-token, groups of 2, keys and values rotated, ranges clipped)"
         assert f"stored in {how}, except in streaming heads." in card
-        assert f"KV cache in {how}, the first 4 and the newest 64 tokens as they are" in done("inspect", "out").out
+        assert f"KV cache in {how}, the first 4 and the newest 64 tokens unquantized" in done("inspect", "out").out
         assert json.loads(done("inspect", "out", "--json").out)["surgery"]["quantization"] == section["quantization"]
 
     def test_quantized_windows(self, here: Path) -> None:

@@ -179,8 +179,8 @@ def test_templates_are_told_the_date_and_not_to_think():
         ("{{ raise_exception('no\nuser') }}", "the chat template cannot be filled in: no$"),
         ("{{ undefined_thing.part }}", "the chat template cannot be filled in: 'undefined_thing' is undefined"),
         ("{% for", "the chat template cannot be filled in: "),
-        ("hello", "the chat template does not show the user's turn as it is, once"),
-        ("{{ messages[0]['content'] * 2 }}", "the chat template does not show the user's turn as it is, once"),
+        ("hello", "the chat template does not contain"),
+        ("{{ messages[0]['content'] * 2 }}", "the chat template does not contain"),
     ],
     ids=["refuses", "undefined", "syntax", "drops", "doubles"],
 )

@@ -145,7 +145,7 @@ def compute(
                     sharded=configured_method.shared == "weights",
                     trust_remote_code=trust_remote_code,
                 )
-                reporter.progress(0, None, "preparing prompts")  # loading is no part of the estimate
+                reporter.progress(0, None, "preparing prompts")  # the estimate excludes loading
                 measurement = configured_method.measure(measured, mesh, reporter)
         except TooLittleTime as error:
             raise ProfileError(f"{error}: {with_value('--minutes', error.minutes)}") from None

@@ -120,7 +120,7 @@ def _print_costs(costs: list[Cost], source: str, revision: str | None) -> None:
     from kvsurgery.profile.profiled_model import local_folder
 
     if not costs:
-        console.stderr.print("the cost of measuring cannot be estimated: there are no weights here")
+        console.stderr.print("the cost of measuring cannot be estimated without weights")
         return
     rows = [
         (cost.method, f"{cost.prompts:,}", f"{cost.tokens / 1e6:.1f} M", cost.passes, _time(cost.hours))

@@ -23,7 +23,7 @@ def import_duo(path: str | Path, model: ProfiledModel) -> HeadProfile:
 
     Args:
         path: the TSV file, or the folder that holds it as `full_attention_heads.tsv`. The sink and recent sizes of the
-            training run come from the `config.json` beside the table, where there is one.
+            training run come from the `config.json` beside the table, if there is one.
 
     Raises:
         ProfileError: the file is unreadable, not such a table, or of another shape.

@@ -103,7 +103,7 @@ def read_shares(path: Path, slack: float, noun: str, model: ProfiledModel) -> tu
 
     Args:
         slack: how far outside of [0, 1] a number may be.
-        noun: what a number is, for messages: "DuoAttention gate".
+        noun: the name of a number in messages, such as "DuoAttention gate".
 
     Raises:
         ProfileError: the file is unreadable, not such a table, or of another shape.

@@ -21,7 +21,7 @@ def import_headkv(path: str | Path, model: ProfiledModel, method: str = "headkv-
 
     Args:
         path: JSON of `{"layer-head": [score of each trial, ...]}`; the keys alone say which head a list belongs to.
-        method: what the trials measured, one of `HEADKV_METHODS`; the file does not say.
+        method: the kind of score, one of `HEADKV_METHODS`, which the file does not record.
 
     Raises:
         ProfileError: the file is unreadable or not such JSON, heads are missing or unknown, or a list of trials is

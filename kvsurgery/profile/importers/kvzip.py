@@ -14,7 +14,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import check_kv_heads, origin, read
 from kvsurgery.profile.profiled_model import ProfiledModel
 
-# published files have 2 KB; what is compressed in them may be a thousand times as large
+# published files have 2 KB; decompressed, they may be a thousand times as large
 LARGEST_TENSOR_FILE = 1 << 20
 
 
