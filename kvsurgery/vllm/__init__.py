@@ -7,67 +7,12 @@ from __future__ import annotations
 
 import logging
 
+from kvsurgery.vllm.architectures import ARCHITECTURES, DENSE, stock
+
 OLDEST, NEWEST = (0, 30), (0, 33)  # vLLM's cache planner and cache managers as this plugin extends them
 
-# the architectures that are served with the converted cache
-ARCHITECTURES = (
-    "ApertusForCausalLM",
-    "CohereForCausalLM",
-    "Cohere2ForCausalLM",
-    "Ernie4_5ForCausalLM",
-    "Exaone4ForCausalLM",
-    "GemmaForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma4ForCausalLM",
-    "Gemma4ForConditionalGeneration",
-    "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GptOssForCausalLM",
-    "GraniteForCausalLM",
-    "GraniteMoeForCausalLM",
-    "HunYuanDenseV1ForCausalLM",
-    "Llama4ForCausalLM",
-    "Llama4ForConditionalGeneration",
-    "LlamaForCausalLM",
-    "LlavaForConditionalGeneration",
-    "MiniMaxM2ForCausalLM",
-    "Ministral3ForCausalLM",
-    "Mistral3ForConditionalGeneration",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "NemotronForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoeForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-    "SeedOssForCausalLM",
-    "SmolLM3ForCausalLM",
-)
-# the converter's other architectures, which are served with the original's cache and a warning
-DENSE = (
-    "Dots1ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "Gemma3nForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
-    "PhimoeForCausalLM",
-    "SolarOpenForCausalLM",
-    "Starcoder2ForCausalLM",
-)
 # where vLLM runs classes of transformers, a subclass would not be one of these
 TRANSFORMERS = "vllm.model_executor.models.transformers"
-
-# architecture -> module and class that vLLM has registered for it
-stock: dict[str, tuple[str, str]] = {}
 
 
 def register() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from kvsurgery.checkpoint.quantization import KEY
 from kvsurgery.heads.lengths import lengths_of
 from kvsurgery.templates.kv_layout import KVLayout, setting
-from kvsurgery.vllm import ARCHITECTURES
+from kvsurgery.vllm.architectures import ARCHITECTURES
 from kvsurgery.vllm.groups import Groups
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU

@@ -70,7 +70,7 @@ def checked_layout(vllm_config: Any) -> KVLayout:
 def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
     """Raise Refused for a feature of vLLM that has not been made to work with streaming heads."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if vllm_config.kv_transfer_config is not None:
+    if vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None):
         raise Refused("kvsurgery: KV connectors and KV offloading do not know sink tokens; leave them off")
     model = vllm_config.model_config
     if has_bidirectional_images(model.hf_config) and not model.multimodal_config.language_model_only:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from kvsurgery.vllm import DENSE, stock
+from kvsurgery.vllm.architectures import DENSE, stock
 
 
 def __getattr__(architecture: str) -> type:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvsurgery.checkpoint.family import load_family, supported
-from kvsurgery.vllm import ARCHITECTURES
+from kvsurgery.vllm.architectures import ARCHITECTURES
 from tests.distributed import test_tensor_parallel
 from tests.docs.pages import ROOT
 from tests.helpers.families import FAMILIES

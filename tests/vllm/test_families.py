@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.checkpoint.family import load_family, supported
-from kvsurgery.vllm import ARCHITECTURES, DENSE
+from kvsurgery.vllm.architectures import ARCHITECTURES, DENSE
 from tests.helpers.families import FAMILIES, WITH_STATES
 from tests.vllm.models import MODELS, TOLERANCES
 from tests.vllm.serving import (

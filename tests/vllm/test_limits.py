@@ -14,7 +14,8 @@ import torch
 import vllm
 
 from kvsurgery.templates.kv_layout import LayerLayout, Quantization
-from kvsurgery.vllm import ARCHITECTURES, register, supports
+from kvsurgery.vllm import register, supports
+from kvsurgery.vllm.architectures import ARCHITECTURES
 from kvsurgery.vllm.limits import Refused, check, checked_layout
 
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
