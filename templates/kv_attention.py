@@ -177,7 +177,9 @@ def attention(
         output = layer.attend(query, key, value, path, scoring)
         return output.transpose(1, 2).contiguous(), None
     if local_layout.scattered:
-        query, key, value = (full_heads_first(states, local_layout) for states in (query, key, value))
+        query = full_heads_first(query, local_layout)
+        key = full_heads_first(key, local_layout)
+        value = full_heads_first(value, local_layout)
         s_aux = None if s_aux is None else full_heads_first(s_aux[None], local_layout)[0]
     if s_aux is not None:
         scoring = scoring._replace(sinks=s_aux)
@@ -302,7 +304,8 @@ def _with_cache(
         output = path.decode(query, key, value, layer, scoring)
         return output, lambda query, scoring: path.decode_stored(query, layer, scoring)
     storage, forward = layer.storage, Forward(layer.seen, path, needs_grad, layer.shared)
-    query, states = storage.rotated_query(query), storage.rotated(key, value)
+    query = storage.rotated_query(query)
+    states = storage.rotated(key, value)
     counts = [heads.count(layer.layout) for heads in layer.heads]
     scorings = scoring.split(shares(counts, query.shape[1]))
     outputs, reads = [], []

@@ -49,7 +49,8 @@ class BudgetedHeads(Heads):
         self.prompt_group.align(pads)
 
     def take_rows(self, rows: Rows) -> None:
-        self.prompt_group.keys, self.prompt_group.values = rows(self.prompt_group.keys), rows(self.prompt_group.values)
+        self.prompt_group.keys = rows(self.prompt_group.keys)
+        self.prompt_group.values = rows(self.prompt_group.values)
         self.prompt_group.take_rows(rows.of)
         if self.window_queries is not None:
             self.window_queries = rows(self.window_queries)

@@ -324,7 +324,8 @@ class KVSurgeryCache(HandingCache):
             ValueError: streaming heads have dropped what the earlier state needs, or tiles have taken it; or layers
                 have linear attention.
         """
-        seen, tokens = self.get_seq_length(), int(tokens)  # transformers 5 may count in a tensor
+        seen = self.get_seq_length()
+        tokens = int(tokens)  # transformers 5 may count in a tensor
         length = tokens if tokens > 0 else max(seen + tokens, 0)
         if self.linear and length < seen:
             raise ValueError(NO_WAY_BACK)

@@ -194,7 +194,8 @@ def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) ->
 
     Both are rounded as they are stored, so that codes fit what dequantizing will see.
     """
-    low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
+    low = grouped.amin((-3, -1), keepdim=True)
+    high = grouped.amax((-3, -1), keepdim=True)
     if count == 1:
         return _quotient(high - low, 2**bits - 1).to(dtype).float(), low  # a state, thus exact
     fractions = _quotient(torch.arange(20, 20 - count, -1, dtype=torch.float32, device=low.device), 20)
@@ -226,7 +227,8 @@ def _codes(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 [..., tokens, head_dim] as bytes [..., tokens, width]."""
     if bits == 3:
-        shift, third = _third_bits(codes.device), (codes >> 2).unflatten(-1, (4, -1, 2))
+        shift = _third_bits(codes.device)
+        third = (codes >> 2).unflatten(-1, (4, -1, 2))
         parts = _pack(codes & 3, 2), (third << shift).sum((-3, -1), dtype=torch.uint8)
         return torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (codes.shape[-2], -1))
     planes = codes.unflatten(-1, (8 // bits, -1))

@@ -46,9 +46,8 @@ class Columns:
         if not seen or (mask is not None and tokens > 1):
             padded_left, padded_right = (False, False) if mask is None else check_padding(mask)
             pads = leading_padding(mask).tolist() if mask is not None and padded_left else []
-            known_pads, stated_pads = (
-                [min(pad, seen) for pad in row_pads or [0] * rows] for row_pads in (self.pads, pads)
-            )
+            known_pads = [min(pad, seen) for pad in self.pads or [0] * rows]
+            stated_pads = [min(pad, seen) for pad in pads or [0] * rows]
             if known_pads != stated_pads:
                 raise ValueError("the attention mask pads other tokens than it did in an earlier call")
             self.padded_right = padded_right

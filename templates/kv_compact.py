@@ -58,7 +58,8 @@ def _compact_kernel(
     RANGES: tl.constexpr,
 ):
     begin = tl.program_id(0) * TILE_TOKENS
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
     tokens = columns - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head).to(tl.int32)
     if begin >= tokens:
         return
@@ -66,8 +67,10 @@ def _compact_kernel(
     k_source = prompt_k_ptr + batch * prompt_k_batch + head * prompt_k_head
     v_source = prompt_v_ptr + batch * prompt_v_batch + head * prompt_v_head
     target_offset = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
-    sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
-    n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
+    sink = tl.load(sink_ptr + head)
+    ring = tl.load(ring_ptr + head)
+    n = tl.arange(0, N)
+    d = tl.arange(0, _padded(D))[None, :]
     for start in range(0, TILE_TOKENS, N):
         position = begin + start + n
         in_slots = (position < tokens) & ((position < sink) | (position >= tokens - ring))

@@ -45,7 +45,8 @@ def decode(
 
 def decode_stored(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """Attend from a token per row that `decode` has stored."""
-    table, rotated_query = layer.storage.table(), layer.storage.rotated_query(query)
+    table = layer.storage.table()
+    rotated_query = layer.storage.rotated_query(query)
     return kv_decode.decode(rotated_query[:, :, 0], table, layer.columns.on(query.device), scoring)[:, :, None]
 
 

@@ -159,11 +159,13 @@ def _plan_kernel(
     for first in range(0, busy_programs, LANES):
         program = first + lanes
         unit = _share(tl.minimum(program, busy_programs - 1), all_units, busy_programs)
-        low, high = tl.zeros_like(lanes), tl.zeros_like(lanes) + segments
+        low = tl.zeros_like(lanes)
+        high = tl.zeros_like(lanes) + segments
         for _ in range(steps):
             middle = (low + high) // 2
             ends_before = tl.load(end_ptr + middle) <= unit
-            low, high = tl.where(ends_before, middle + 1, low), tl.where(ends_before, high, middle)
+            low = tl.where(ends_before, middle + 1, low)
+            high = tl.where(ends_before, high, middle)
         tl.store(start_ptr + program, low, program < busy_programs)
 
 
@@ -254,7 +256,9 @@ def _decode_kernel(
     unit = _share(pid, all_units, programs)
     stop = _share(pid + 1, all_units, programs)
     DP: tl.constexpr = _padded(D)
-    m, d, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N)
+    m = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, N)
     in_head = (d < D)[None, :]
 
     if SEGMENTS == 2:
@@ -275,7 +279,8 @@ def _decode_kernel(
                 count = tl.load(count_ptr + head)
                 stored = tl.minimum(packed, count * TILE_TOKENS)
                 length = tl.load(columns_ptr) - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
-                newest, recent = length - 1 - tl.load(sink_ptr + head), tl.load(recent_ptr + head)
+                newest = length - 1 - tl.load(sink_ptr + head)
+                recent = tl.load(recent_ptr + head)
             end = begin + stored // PACKED_N
             tile = tl.maximum(tl.load(first_ptr + head), 0).to(tl.int64)
             codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 16)
@@ -332,7 +337,9 @@ def _decode_kernel(
         row = segment - (SEGMENTS - 1) * rows
         batch, head = row // heads, row % heads
         length = tl.load(columns_ptr) - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
-        sink, ring, recent = tl.load(sink_ptr + head), tl.load(ring_ptr + head), tl.load(recent_ptr + head)
+        sink = tl.load(sink_ptr + head)
+        ring = tl.load(ring_ptr + head)
+        recent = tl.load(recent_ptr + head)
         slots = _used_slots(length, sink, ring)
         end = begin + (slots + N - 1) // N
         newest = (length - 1 - sink) % tl.maximum(ring, 1)  # of the ring's slots, the one of the newest token
@@ -390,7 +397,8 @@ def _combine_kernel(
     MATRIX_N: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    row, member = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    member = tl.program_id(1)
     units = tl.load(end_ptr + SEGMENTS * rows - 1).to(tl.int64)
     programs = tl.minimum(programs, units)
     DP: tl.constexpr = _padded(D)
@@ -455,7 +463,9 @@ def decode(
         [batch, query_heads, head_dim], rotated back where values are stored rotated.
     """
     batch, query_heads, head_dim = query.shape
-    slots, tiles, heads = _slots(table), _tiles(table, torch.int16), len(table.offsets)
+    slots = _slots(table)
+    tiles = _tiles(table, torch.int16)
+    heads = len(table.offsets)
     group, rows = query_heads // heads, batch * heads
     assert query.stride(2) == 1
     walk = _walk(query, table)
@@ -527,11 +537,15 @@ class _Walk(NamedTuple):
 def _walk(query: torch.Tensor, table: HeadTable) -> _Walk:
     """Units, dots and stages of a layer's decode."""
     batch, query_heads, head_dim = query.shape
-    heads, itemsize, padded_dim = len(table.offsets), query.element_size(), _padded(head_dim)
+    heads = len(table.offsets)
+    itemsize = query.element_size()
+    padded_dim = _padded(head_dim)
     tokens = min(max(TILE_BYTES // (padded_dim * itemsize), 16), 64)
     max_units = batch * (table.keys.shape[1] // tokens + heads)
     query_rows = _power(query_heads // heads)
-    segments, members, options = 1, max(16, query_rows), dict.fromkeys(PACKED_OPTIONS)
+    segments = 1
+    members = max(16, query_rows)
+    options = dict.fromkeys(PACKED_OPTIONS)
     if table.tiles is not None and table.quantization is not None:
         segments, (members, options) = 2, _packed().options(head_dim, query_rows, table.quantization)
         max_units += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])

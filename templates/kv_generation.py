@@ -237,8 +237,11 @@ def with_kv_cache(forward: Callable) -> Callable:
         if isinstance(cache := arguments.get(CACHE), KVSurgeryCache) and cache.repeated:
             leave_out(arguments, cache.repeated)
             cache.repeated = 0
-        mask, cache, use_cache = (arguments.get(name) for name in ("attention_mask", CACHE, "use_cache"))
-        decoder, shape = self.get_decoder(), input_shape(arguments)
+        mask = arguments.get("attention_mask")
+        cache = arguments.get(CACHE)
+        use_cache = arguments.get("use_cache")
+        decoder = self.get_decoder()
+        shape = input_shape(arguments)
         config = decoder.config
         for module in (self, decoder):  # peft tells a model of its first adapter only
             if adapters := getattr(module, "peft_config", None):
@@ -291,7 +294,8 @@ def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> tuple[tupl
     if cache is not None:
         check_cache(cache)
     arguments = by_name(inspect.signature(decoder.forward).bind_partial(*args, **options))
-    cache, shape = arguments.setdefault(CACHE, cache), input_shape(arguments)
+    cache = arguments.setdefault(CACHE, cache)
+    shape = input_shape(arguments)
     if shape is None:  # stock code says what is missing
         return None
     under_way = RUNNING.get()[-1]
@@ -321,7 +325,8 @@ def return_to(depth: int) -> None:
 @torch.compiler.disable
 def enter(module: torch.nn.Module, *args) -> None:
     """State whose forward is under way: of the decoder, or of what lies between it and the model."""
-    forwards, config = RUNNING.get(), text_config(module.config)
+    forwards = RUNNING.get()
+    config = text_config(module.config)
     RUNNING.set((*forwards, forwards[-1] if forwards[-1].config is config else Running(config)))
 
 

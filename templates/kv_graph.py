@@ -100,7 +100,8 @@ class DecodeGraph:
         cache: KVSurgeryCache,
     ) -> torch.cuda.CUDAGraph | None:
         with torch.inference_mode(False):  # later steps may be outside of an inference mode
-            self.ids, self.positions = ids.clone(), positions.clone()
+            self.ids = ids.clone()
+            self.positions = positions.clone()
         lengths = [layer.seen for layer in cache.layers]
         try:
             self.graph, output = capture(
@@ -182,7 +183,8 @@ def capturable(states: torch.Tensor) -> bool:
 
 def capture(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A CUDA graph of what `work` launches, and what it returns: tensors that every replay fills."""
-    graph, current_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    graph = torch.cuda.CUDAGraph()
+    current_stream = torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)  # torch's own is of the first device that it captured on
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

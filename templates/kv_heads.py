@@ -254,7 +254,9 @@ class HeadGroup:
 
     def take_rows(self, reorder: Callable[[list], list]) -> None:
         """Follow a change of rows in what is known of them; storage is its owner's to change."""
-        self.dropped, self.skips, self.packed = reorder(self.dropped), reorder(self.skips), reorder(self.packed)
+        self.dropped = reorder(self.dropped)
+        self.skips = reorder(self.skips)
+        self.packed = reorder(self.packed)
 
 
 def take_positions(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

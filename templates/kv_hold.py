@@ -227,7 +227,8 @@ class HeldHeads(BudgetedHeads):
         """Copy what the heads have, if the column before which they change may be taken back."""
         self._confirm()
         if column > self.columns.settled:
-            dropped, packed = [group.dropped for group in self.groups], [[*group.packed] for group in self.groups]
+            dropped = [group.dropped for group in self.groups]
+            packed = [[*group.packed] for group in self.groups]
             stored = [[part.clone() for part in _stored_parts(group)] for group in self.groups]
             columns = column, self._oldest(column), self.start, self.next
             self.renewals.append(Renewal(*columns, dropped, packed, stored))

@@ -62,7 +62,8 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
                 f"{name} does not apply: this checkpoint has an attention of its own; leave it out, or load the "
                 "checkpoint without trust_remote_code"
             )
-    mask, cache = arguments.get("attention_mask"), arguments.get(CACHE)
+    mask = arguments.get("attention_mask")
+    cache = arguments.get(CACHE)
     if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
         raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
     if mask is not None and cache is None and mask.shape[1] != tokens:

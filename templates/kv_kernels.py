@@ -140,7 +140,8 @@ def _tiles(table: HeadTable, word: torch.dtype) -> dict:
     key_codes, key_scales, value_codes, value_scales = table.tiles
     assert key_codes.stride() == value_codes.stride()
     assert all(part[0].is_contiguous() for part in table.tiles)
-    key_codes, value_codes = key_codes.view(word), value_codes.view(word)
+    key_codes = key_codes.view(word)
+    value_codes = value_codes.view(word)
     parts = key_codes, key_scales, value_codes, value_scales, table.packed, table.first_tiles
     stride_values = *(part.stride(0) for part in (key_codes, key_scales, value_scales)), *table.packed.stride()
     return dict(zip((*pointers, *strides), (*parts, *stride_values), strict=True))

@@ -245,10 +245,10 @@ class LayerLayout:
             return first
         start = rank * size
         own_blocks = self.blocks[start : start + size]
-        first_budget, budget_count = (
-            sum(others for _, others in blocks) for blocks in (self.blocks[:start], own_blocks)
-        )
-        first, heads = (sum(map(sum, blocks)) for blocks in (self.blocks[:start], own_blocks))
+        first_budget = sum(others for _, others in self.blocks[:start])
+        budget_count = sum(others for _, others in own_blocks)
+        first = sum(map(sum, self.blocks[:start]))
+        heads = sum(map(sum, own_blocks))
         budgets, order = self.budgets[first_budget : first_budget + budget_count], self.order[first : first + heads]
         return replace(self, blocks=own_blocks, budgets=budgets, order=order)
 
@@ -379,7 +379,8 @@ class KVLayout:
         Raises:
             ValueError: no `kv_surgery` section, an unknown version, or one that contradicts the rest of the config.
         """
-        section, text = setting(config, "kv_surgery"), text_config(config)
+        section = setting(config, "kv_surgery")
+        text = text_config(config)
         if not isinstance(section, dict):
             raise ValueError("config.json has no kv_surgery section: this code runs converted checkpoints only")
         version = section.get("version")
@@ -538,12 +539,15 @@ def _layer(entry: dict, selection: Selection | None, quantization: Quantization 
         return LayerLayout((), 0, 1, quantization=quantization, source=source)
     head_dim = entry.get("head_dim")
     if "budgets" in entry:
-        budgets, others = tuple(_count(budget) for budget in entry["budgets"]), sum(others for _, others in blocks)
+        budgets = tuple(_count(budget) for budget in entry["budgets"])
+        others = sum(others for _, others in blocks)
         if len(budgets) != others or selection is None:
             raise ValueError(f"{others} budgeted heads with {len(budgets)} budgets and selection {selection}")
         return LayerLayout(blocks, 0, 1, False, budgets, selection, quantization, head_dim=head_dim)
-    sink, recent = _count(entry["sink"]), _count(entry["recent"], least=1)
-    native, chunked = (entry.get(name, False) is True for name in ("native", "chunked"))
+    sink = _count(entry["sink"])
+    recent = _count(entry["recent"], least=1)
+    native = entry.get("native", False) is True
+    chunked = entry.get("chunked", False) is True
     if chunked and (sink or not native):
         raise ValueError("a chunked layer is native, with sink 0")
     return LayerLayout(blocks, sink, recent, native, quantization=quantization, head_dim=head_dim, chunked=chunked)

@@ -30,18 +30,21 @@ def _move_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
 ):
-    batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     tokens = column - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
     kept_positions = kept_ptr + tl.program_id(0).to(tl.int64) * places
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
-    n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
+    n = tl.arange(0, N)
+    d = tl.arange(0, _padded(D))[None, :]
     for begin in range(0, tokens, N):
         slot = begin + n
         source = tl.load(kept_positions + slot, slot < tokens, 0)
         mask = (source > slot)[:, None] & (d < D)
         source_offsets = states + source.to(tl.int64)[:, None] * kv_slot + d
         target_offsets = states + slot.to(tl.int64)[:, None] * kv_slot + d
-        k, v = tl.load(k_ptr + source_offsets, mask), tl.load(v_ptr + source_offsets, mask)
+        k = tl.load(k_ptr + source_offsets, mask)
+        v = tl.load(v_ptr + source_offsets, mask)
         tl.debug_barrier()  # what others of this block still read; later blocks read later slots
         tl.store(k_ptr + target_offsets, k, mask)
         tl.store(v_ptr + target_offsets, v, mask)

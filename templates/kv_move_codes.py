@@ -26,14 +26,13 @@ def _copy(
         ptr: of tiles, STEP elements from each to the next; the first token of a tile has these elements at FIRST.
         fresh_ptr: such a tile, with what tokens have whose source is not among `packed` ones.
     """
-    n, w = begin + tl.arange(0, source.shape[0]), tl.arange(0, _power(WIDTH))[None, :]
+    n = begin + tl.arange(0, source.shape[0])
+    w = tl.arange(0, _power(WIDTH))[None, :]
     from_tiles, inside = (source < packed)[:, None], (w < WIDTH) & (n >= 0)[:, None]
     source_offsets = (source // TILE_TOKENS * STEP + source % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
     in_tile_offsets = (n % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
-    moved, fresh = (
-        tl.load(ptr + source_offsets, inside & from_tiles, 0),
-        tl.load(fresh_ptr + in_tile_offsets, inside & ~from_tiles, 0),
-    )
+    moved = tl.load(ptr + source_offsets, inside & from_tiles, 0)
+    fresh = tl.load(fresh_ptr + in_tile_offsets, inside & ~from_tiles, 0)
     tl.debug_barrier()  # what others still read; later tokens come from later places
     tl.store(ptr + (n // TILE_TOKENS * STEP)[:, None] + in_tile_offsets, tl.where(from_tiles, moved, fresh), inside)
 
@@ -67,7 +66,8 @@ def _refill(
     CODES: tl.constexpr = TILE_TOKENS * D * BITS // 8
     THIRDS: tl.constexpr = TILE_TOKENS * W
     SCALES: tl.constexpr = TILE_TOKENS * COLUMNS
-    n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
+    n = tl.arange(0, N)
+    d = tl.arange(0, _padded(D))[None, :]
     # slots go round a ring, and tiles give and take: what slots get is put aside
     for begin in range(0, tokens - still_packed, N):
         aside_index = begin + n
@@ -176,7 +176,8 @@ def _move_codes_kernel(
     program = tl.program_id(0).to(tl.int64)
     batch, head = program // heads, tl.program_id(0) % heads
     tokens = column - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
-    sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
+    sink = tl.load(sink_ptr + head)
+    ring = tl.load(ring_ptr + head)
     packed_count_ptr = packed_ptr + batch * packed_batch + head * packed_head
     packed = tl.load(packed_count_ptr)
     # tiles stay as many while there are tokens to fill them: none of theirs returns to slots, to be quantized again
@@ -221,7 +222,8 @@ def move(arguments: dict, table: HeadTable, kept_positions: torch.Tensor) -> Non
     assert table.tiles is not None
     assert table.quantization is not None
     batch, heads = table.skipped.shape
-    packing, slots = options(table), table.quantization.slots(EVERY, table.quantization.sink)
+    packing = options(table)
+    slots = table.quantization.slots(EVERY, table.quantization.sink)
     codes, scales = (part.new_empty(batch, heads, *part.shape[2:]) for part in table.tiles[:2])
     _move_codes_kernel[(batch * heads,)](
         **arguments,

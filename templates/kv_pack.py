@@ -38,14 +38,16 @@ def _range(x, mask, low, high, AXIS: tl.constexpr, MOST: tl.constexpr, RANGES: t
             narrow_minimum = ((low + high) * 0.5 - span * 0.5).to(dtype).to(tl.float32)
             error = _squared_error(x, mask, narrow_scale, narrow_minimum, AXIS, MOST)
             improves = error < errors
-            scale, minimum = tl.where(improves, narrow_scale, scale), tl.where(improves, narrow_minimum, minimum)
+            scale = tl.where(improves, narrow_scale, scale)
+            minimum = tl.where(improves, narrow_minimum, minimum)
             errors = tl.where(improves, error, errors)
     return scale, minimum
 
 
 @triton.jit
 def _squared_error(x, mask, scale, low, AXIS: tl.constexpr, MOST: tl.constexpr):
-    group_scale, group_minimum = tl.expand_dims(scale, AXIS), tl.expand_dims(low, AXIS)
+    group_scale = tl.expand_dims(scale, AXIS)
+    group_minimum = tl.expand_dims(low, AXIS)
     codes = _rounded(tl.div_rn(x - group_minimum, tl.where(group_scale > 0, group_scale, 1.0) + tl.zeros_like(x)))
     difference = tl.where(mask, tl.minimum(tl.maximum(codes, 0.0), MOST) * group_scale + group_minimum - x, 0.0)
     return tl.sum(difference * difference, AXIS)
@@ -74,7 +76,8 @@ def _pack(
     GROUP: tl.constexpr = D // COLUMNS
     MOST: tl.constexpr = 2**BITS - 1
     WP: tl.constexpr = _power(W)
-    n, w = tl.arange(0, N), tl.arange(0, WP)
+    n = tl.arange(0, N)
+    w = tl.arange(0, WP)
     for start in tl.static_range(0, TILE_TOKENS, N):
         token = _places(first, start + n, ring, LISTED)
         if ROWS < TILE_TOKENS:  # of a channel, and N tokens are a group
@@ -85,11 +88,13 @@ def _pack(
             scale, low = scale[None, :], low[None, :]
             index, mask = start // N * D + d, d < D
         else:
-            column, g = tl.arange(0, _power(COLUMNS))[None, :, None], tl.arange(0, _power(GROUP))[None, None, :]
+            column = tl.arange(0, _power(COLUMNS))[None, :, None]
+            g = tl.arange(0, _power(GROUP))[None, None, :]
             inside = (column < COLUMNS) & (g < GROUP) & (n >= 0)[:, None, None]
             states = state_ptr + token[:, None, None] * step + column * GROUP + g
             x = tl.load(states, inside, 0.0).to(tl.float32)
-            low, high = tl.where(inside, x, float("inf")), tl.where(inside, x, float("-inf"))
+            low = tl.where(inside, x, float("inf"))
+            high = tl.where(inside, x, float("-inf"))
             scale, low = _range(x, inside, tl.min(low, 2), tl.max(high, 2), 2, MOST, RANGES, dtype)
             column = tl.arange(0, _power(COLUMNS))[None, :]
             index, mask = (start + n)[:, None] * COLUMNS + column, (column < COLUMNS) & (n >= 0)[:, None]
@@ -99,7 +104,8 @@ def _pack(
     for start in tl.static_range(0, TILE_TOKENS, N):
         token = _places(first, start + n, ring, LISTED)
         mask = (w < W)[None, :] & (n >= 0)[:, None]
-        packed, third = tl.zeros([N, WP], tl.int32), tl.zeros([N, WP], tl.int32)
+        packed = tl.zeros([N, WP], tl.int32)
+        third = tl.zeros([N, WP], tl.int32)
         for plane in tl.static_range(8 // WORD_BITS):
             d = plane * W + w
             x = tl.load(state_ptr + token[:, None] * step + d[None, :], mask, 0.0).to(tl.float32)
@@ -153,7 +159,8 @@ def _flush_kernel(
     V_N: tl.constexpr,
     RANGES: tl.constexpr,
 ):
-    batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     first = tl.load(first_ptr + head)
     packed_count_ptr = packed_ptr + batch * packed_batch + head * packed_head
     packed = tl.load(packed_count_ptr).to(tl.int32)
@@ -231,7 +238,8 @@ def options(table: HeadTable) -> dict[str, int]:
     """How a kernel packs tiles: the groups that have scales, and the tokens that it takes at once."""
     assert table.quantization is not None  # as there are tiles
     head_dim, quantization = table.keys.shape[2], table.quantization
-    key_groups, (_, columns) = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
+    key_groups = quantization.key_groups(head_dim)
+    _, columns = quantization.value_groups(head_dim)
     tokens = min(max(PASS_BYTES // (4 * _power(columns) * _power(head_dim // columns)), 1), TILE)
     key_tokens = TILE // key_groups[0] if quantization.scheme == "kivi" else tokens
     key_rows, key_columns = key_groups

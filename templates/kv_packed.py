@@ -219,7 +219,8 @@ def _channel_scales(
         index = index[:, None] + part // 2 * W + part % 2 * (MINIMA // 2)
         words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + index, mask[:, None], 0)
         scale_words, low_words = tl.split(tl.reshape(words, [kw.shape[0], BYTES, 2]))
-        scale_words, low_words = _columns(scale_words, BYTES), _columns(low_words, BYTES)
+        scale_words = _columns(scale_words, BYTES)
+        low_words = _columns(low_words, BYTES)
         for byte in tl.static_range(BYTES):
             scales += _split_words(scale_words[byte], ASM, dtype)
             lows += _split_words(low_words[byte], ASM, dtype)
@@ -231,7 +232,8 @@ def _halves(words, dtype: tl.constexpr):
     """The 16-bit floats in the low and in the high half of words, in fp32."""
     if dtype == tl.bfloat16:
         return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    low = words.to(tl.int16)
+    high = (words >> 16).to(tl.int16)
     return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -306,7 +308,8 @@ def _side_scales(
         # sums of one: past a join, the compiler would lay out weights as if they were loaded with half as many bits
         factor = tl.sum(tl.reshape(tl.join(pairs[0], pairs[1]), [1, N, SIDE_GROUPS]), 0)
         zero = tl.sum(tl.reshape(tl.join(pairs[2], pairs[3]), [1, N, SIDE_GROUPS]), 0)
-        factor, zero = _spread(tl.trans(factor), HEADS, M), _spread(tl.trans(zero), HEADS, M)
+        factor = _spread(tl.trans(factor), HEADS, M)
+        zero = _spread(tl.trans(zero), HEADS, M)
     return factor, zero
 
 
@@ -368,13 +371,17 @@ def _over_tiles(
     RISE: tl.constexpr = 64 if V_RAW else 0
     SMALL: tl.constexpr = 2.0**-69 if K_RAW else 1.0
     scale = scale * (1.0 / SMALL)
-    m, n, kw, vw = tl.arange(0, M), tl.arange(0, N), tl.arange(0, KW), tl.arange(0, VW)
+    m = tl.arange(0, M)
+    n = tl.arange(0, N)
+    kw = tl.arange(0, KW)
+    vw = tl.arange(0, VW)
     HEADS: tl.constexpr = _power(G) if SPREAD else M
     SIDE: tl.constexpr = PLANES // max(SIDES, 1)  # planes
     UNIT_ROWS: tl.constexpr = max(KEY_ROWS * N // TILE_TOKENS, 1)
     Q_ROWS: tl.constexpr = max(UNIT_ROWS * HEADS, M) if SPREAD else M  # rows that ask keys
     R: tl.constexpr = Q_ROWS if SPREAD else max(_power(G), 128 // KW)  # fewer: every thread would add up all channels
-    a, r = tl.arange(0, Q_ROWS), tl.arange(0, R)
+    a = tl.arange(0, Q_ROWS)
+    r = tl.arange(0, R)
     q, exact_q, acc, q_sums, zeros = (), (), (), (), ()
     # without matrix units tokens lie elsewhere; and a product fused with a sum over lanes differs from lane to lane
     LANES: tl.constexpr = N if dtype == tl.float32 else min(N, LANE_TOKENS)
@@ -409,7 +416,8 @@ def _over_tiles(
         k_third, v_third = n, n
         if BITS == 3:
             states += tile * (TILE_TOKENS * W // 2)
-            k_third, v_third = _third_bits(k_codes, unit, n, kw, D, N), _third_bits(v_codes, unit, n, vw, D, N)
+            k_third = _third_bits(k_codes, unit, n, kw, D, N)
+            v_third = _third_bits(v_codes, unit, n, vw, D, N)
         k = tl.load(k_codes + states + kw[None, :], (kw < W)[None, :], 0)
         v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
 
@@ -517,7 +525,9 @@ def options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple
     if quantization.scheme == "kivi":
         key_rows, _ = quantization.key_groups(head_dim)
     _, groups = quantization.value_groups(head_dim)
-    members, half_tokens, sides = max(16, query_rows), min(tokens, TILE // 2), 0
+    members = max(16, query_rows)
+    half_tokens = min(tokens, TILE // 2)
+    sides = 0
     max_rows, value_dot_rows = min(SHARED_ROWS, SHARED_OUTPUT // head_dim), query_rows * groups
 
     def key_dot_rows(tokens: int) -> int:

@@ -71,7 +71,8 @@ def _prefill_kernel(
 ):
     DP: tl.constexpr = _padded(D)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
     # the query heads of a KV head are further queries: row m is query m // G of query head m % G
     m = block * M + tl.arange(0, M)
     token, d = m // G, tl.arange(0, DP)
@@ -117,8 +118,10 @@ def _prefill_kernel(
             end = tl.where(in_sinks, tl.minimum(sink, stop), stop)
             window = tl.where(in_sinks, EVERY_POSITION, recent)
             if SINKS_APART:
-                k_from, v_from = tl.where(in_sinks, sink_k, k_row), tl.where(in_sinks, sink_v, v_row)
-                k_step, v_step = tl.where(in_sinks, sink_k_token, k_token), tl.where(in_sinks, sink_v_token, v_token)
+                k_from = tl.where(in_sinks, sink_k, k_row)
+                v_from = tl.where(in_sinks, sink_v, v_row)
+                k_step = tl.where(in_sinks, sink_k_token, k_token)
+                v_step = tl.where(in_sinks, sink_v_token, v_token)
         key_position = start + n
         kv_mask = (key_position < end)[:, None] & (d < D)[None, :]
         k_from += tl.cast(start, tl.int64) * k_step

@@ -125,7 +125,8 @@ def _select_kernel(
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     skipped = skipped_ptr + batch * skipped_batch + head * skipped_head
     length = column - tl.load(skipped)
     stop = tl.maximum(length - WINDOW, 0)  # the first positions are candidates
@@ -134,7 +135,8 @@ def _select_kernel(
     k_pointers, v_pointers = (k_ptr + states, k_ptr, k_ptr), (v_ptr + states, v_ptr, v_ptr)
     sink, ring, packed = 0, 1, 0
     if BITS is not None:
-        sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
+        sink = tl.load(sink_ptr + head)
+        ring = tl.load(ring_ptr + head)
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
         tile = tl.load(first_ptr + head).to(tl.int64)
         codes, scales = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8), tile * (2 * TILE_TOKENS * COLUMNS)
@@ -142,7 +144,9 @@ def _select_kernel(
         v_pointers = v_ptr + states, v_codes_ptr + codes, v_scales_ptr + batch * v_scales_batch + scales
     scratch = tl.program_id(0).to(tl.int64) * places
     received, pooled, kept_positions = received_ptr + scratch, pooled_ptr + scratch, kept_ptr + scratch
-    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
+    m = tl.arange(0, M)
+    n = tl.arange(0, N)
+    d = tl.arange(0, _padded(D))[None, :]
 
     # attention from the queries of the window, M rows at once: a group's heads one after the other
     for first in range(0, ROWS, M):
@@ -152,7 +156,8 @@ def _select_kernel(
         place = (column - WINDOW + row % WINDOW) % QUERY_PLACES
         q_pointers = q_ptr + batch * q_batch + query_head * q_head + place * q_place
         q = tl.load(q_pointers[:, None] + d, (d < D) & (m >= 0)[:, None], 0.0)
-        top, total = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+        top = tl.full([M], LOWEST, tl.float32)
+        total = tl.zeros([M], tl.float32)
         if learned_ptr is not None:
             top, total = _sink_score(learned_ptr + query_head), total + 1
         for begin in range(0, length, N):
@@ -200,7 +205,8 @@ def _select_kernel(
         trial = threshold | (1 << (30 - step))
         threshold = tl.where(_count_reaching(pooled, trial, stop, N) >= count, trial, threshold)
     ties = count - _count_reaching(pooled, threshold + 1, stop, N)  # of which the first ones stay
-    ties_before, kept_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    ties_before = tl.zeros([], tl.int32)
+    kept_before = tl.zeros([], tl.int32)
     for begin in range(0, stop, N):
         slot = begin + n
         bits = tl.load(pooled + slot, slot < stop, -1)

@@ -180,8 +180,8 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over two sets of keys from that over each: outputs [..., head_dim] and log-sum-exps [...]."""
     lse = torch.logaddexp(one[1], other[1])
-    first, second = (output.float() * (part_lse - lse).exp()[..., None] for output, part_lse in (one, other))
-    return first + second, lse
+    parts = [output.float() * (part_lse - lse).exp()[..., None] for output, part_lse in (one, other)]
+    return parts[0] + parts[1], lse
 
 
 def causal(

@@ -107,7 +107,8 @@ class Storage:
     def take_rows(self, rows: Rows) -> None:
         """Reorder, repeat or drop rows."""
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = rows(self.keys), rows(self.values)
+            self.keys = rows(self.keys)
+            self.values = rows(self.values)
         self.made = None
         self._bind()
         for group in self.groups:
@@ -151,7 +152,8 @@ class Storage:
         runs, begin = [], 0
         for (_, slots, _), neighbors in groupby(self.groups, lambda group: (group.wraps, group.slots, group.skips)):
             group, *others = neighbors
-            run, shape = copy.copy(group), (sum(neighbor.heads for neighbor in (group, *others)), slots)
+            run = copy.copy(group)
+            shape = (sum(neighbor.heads for neighbor in (group, *others)), slots)
             end = begin + shape[0] * slots
             run.keys = self.keys[:, begin:end].unflatten(1, shape)
             run.values = self.values[:, begin:end].unflatten(1, shape)

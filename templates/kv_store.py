@@ -40,9 +40,12 @@ def _append_kernel(
     D: tl.constexpr,
     MATRIX_N: tl.constexpr,
 ):
-    batch, head, state = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads, tl.program_id(1)
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
+    state = tl.program_id(1)
     position = tl.load(columns_ptr) - 1 - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
-    sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
+    sink = tl.load(sink_ptr + head)
+    ring = tl.load(ring_ptr + head)
     slot = tl.where(position < sink, position, sink + (position - sink) % tl.maximum(ring, 1))
     offset = batch * kv_batch + (tl.load(offset_ptr + head).to(tl.int64) + slot) * kv_slot
     source, target, rotated_heads = new_k_ptr + batch * new_k_batch + head * new_k_head, k_ptr + offset, rotated_keys

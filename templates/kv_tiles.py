@@ -139,7 +139,9 @@ class QuantizedGroup(HeadGroup):
         if not max(self.packed):
             return super().newest(query, seen, layout, scoring)
         # over slots and the tiles' codes, in float32: nothing is dequantized
-        slots, tiles, bits = self.used(seen), self.packed_tiles(), self.quantization.bits
+        slots = self.used(seen)
+        tiles = self.packed_tiles()
+        bits = self.quantization.bits
         dtype = torch.promote_types(query.dtype, torch.float32)
         folded_query = folded(query, self.keys, None)[0].to(dtype)
         batch, heads, count = tiles.key_codes.shape[:3]
@@ -223,7 +225,8 @@ class QuantizedGroup(HeadGroup):
         They are of heads that see all of them. Rows come together where they have equally many.
         """
         first_token = 0
-        tiles, max_tiles = self.packed_tiles(), self.tiles_at_once(self.keys.shape[0])
+        tiles = self.packed_tiles()
+        max_tiles = self.tiles_at_once(self.keys.shape[0])
         for parts in zip(*(part.split(max_tiles, 2) for part in tiles), strict=True):
             keys, values = (states.flatten(2, 3) for states in dequantize(Tiles(*parts), self.quantization.bits))
             tokens = keys.shape[2]

@@ -23,7 +23,8 @@ class TokenCodes:
         assert storage.tiles is not None
         self.groups, self.quantization, self.sink = groups, groups[0].quantization, groups[0].sink
         self.packed = [group.packed for group in groups]
-        slots, tiles = [group.slots for group in groups], [TILE * group.count for group in groups]
+        slots = [group.slots for group in groups]
+        tiles = [TILE * group.count for group in groups]
         self.stored = [part[:, part.shape[1] - sum(slots) :] for part in (storage.keys, storage.values)]
         self.tiles = storage.tiles.map(lambda part: part[:, part.shape[1] - sum(tiles) // TILE :])
         self.tokens = by_token(self.tiles, self.quantization.bits)

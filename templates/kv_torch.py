@@ -47,7 +47,8 @@ def step(
             values.narrow(2, slot, 1).copy_(value.narrow(1, first_head, group_heads))
             first_head += group_heads
         if stop < slots:
-            keys, values = keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+            keys = keys.narrow(2, 0, stop)
+            values = values.narrow(2, 0, stop)
         folded_query = group_query.reshape(batch, group_heads, share, head_dim)
         output = F.scaled_dot_product_attention(folded_query, keys, values, scale=scale)
         outputs.append(output.reshape(batch, 1, group_heads * share, head_dim))

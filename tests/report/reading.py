@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -66,3 +67,8 @@ class Page(HTMLParser):
     def tags(self) -> set[str]:
         """Of all elements."""
         return {tag for tag, _ in self.elements}
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers of a sentence, in order, with their percent signs."""
+    return re.findall(r"\d+(?:[.,]\d+)*%?", text)

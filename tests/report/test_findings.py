@@ -8,6 +8,7 @@ from kvsurgery.evaluate.results import Cell, Interval
 from kvsurgery.report.findings import against_original, change, curves, grids, verdict
 from kvsurgery.report.headlines import conclusion, tiles
 from tests.report.builders import interval, needle, results, task
+from tests.report.reading import numbers
 
 
 def test_a_grid_averages_samples_and_not_cells():
@@ -119,27 +120,31 @@ class TestConclusion:
     def test_still_good(self):
         alike = task("alike", 0.9, 0.9)
         few = task("few", 0.9, 0.1, count=7)
-        assert self.said(alike) == "Still good: 0 of 1 score clearly worse, with 35% of the original's KV cache."
-        assert "0 of 1 score clearly worse" in self.said(alike, few)
-        assert "(1 inconclusive)" in self.said(alike, few)
+        assert self.said(alike).startswith("Still good: ")
+        assert numbers(self.said(alike)) == ["0", "1", "35%"]
+        # and one is inconclusive
+        assert numbers(self.said(alike, few)) == ["0", "1", "35%", "1"]
 
     def test_a_loss_is_named(self):
         sentence = self.said(task("alike", 0.9, 0.9), task("lost", 0.9, 0.1), task("less", 0.9, 0.8))
-        assert sentence.startswith("Not as good: 2 of 3 scores clearly worse (most of all lost: worse by 80.0 points [")
+        assert sentence.startswith("Not as good: ")
+        assert "lost: " in sentence
+        assert numbers(sentence)[:3] == ["2", "3", "80.0"]
         nan = {"original": interval(8), "converted": interval(float("nan"))}
         broken = task("text", 0, 0, "perplexity", scores=nan, difference=interval(float("nan")))
         assert "text: not a number" in self.said(broken)
 
     def test_a_loss_that_so_few_samples_would_not_show_is_not_called_good(self):
         open_loss = task("needle", 1, 0.9, difference=Interval(-0.1, -0.375, 0))
-        assert "a loss of up to 37.5 points is possible" in self.said(open_loss)
+        assert "37.5" in numbers(self.said(open_loss))
         assert self.said(open_loss).startswith("No clear loss: ")
         assert self.said(task("few", 0.9, 0.1, count=7)).startswith("Cannot tell: ")
         hard = task("hard", 0, 0, difference=Interval(0, 0, 0))
         assert self.said(hard).startswith("Cannot tell: ")
 
     def test_a_cache_that_is_no_smaller_is_said(self):
-        assert "evaluate longer `lengths` too" in self.said(task("alike", 0.9, 0.9), kv_bytes=100)
+        assert "`lengths`" in self.said(task("alike", 0.9, 0.9), kv_bytes=100)
+        assert "`lengths`" not in self.said(task("alike", 0.9, 0.9))
 
     def test_one_model_has_none(self):
         alone = task("alike", 0.9, 0.9, scores={"converted": interval(0.9)}, difference=None)
