@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm.forecast import has_bidirectional_images, servable_layout
+from kvsurgery.vllm.quantized import in_pages
 
 logger = init_logger("vllm.kvsurgery")
 
@@ -26,7 +27,7 @@ def checked_layout(vllm_config: Any) -> KVLayout:
     except ValueError as error:
         raise ValueError(f"kvsurgery: {error}") from error
     _check_settings(vllm_config)
-    if layout.quantization:
+    if layout.quantization and not in_pages(layout, vllm_config):
         logger.warning_once(
             "kvsurgery: the quantized KV cache of this checkpoint is for transformers; vLLM stores it as "
             "--kv-cache-dtype says, here %s. On a GPU, --kv-cache-dtype fp8 stores 8 bits.",

@@ -56,7 +56,7 @@ def model(layers: int, heads: int, share: float, native: int | None = None, seed
 
 def plan_of(layout: KVLayout) -> KVCacheConfig:
     """The cache groups that vLLM makes of a model, in 64 GiB."""
-    groups = Groups(layout)
+    groups = Groups(layout, SIZE)
     specs = {}
     for index, layer in enumerate(layout.layers):
         common = {"block_size": SIZE, "head_size": layer.head_dim or layout.head_dim, "dtype": torch.bfloat16}
@@ -134,10 +134,10 @@ def test_memory_is_the_share_of_full_heads_and_the_windows(shape: str, share: fl
     ideal = layout.kv_bytes(1, tokens) / layout.dense_bytes(1, tokens)
     print(f"{shape} {share}: {len(plan.kv_cache_groups)} groups, {ratio:.4f} of dense, ideal {ideal:.4f}")
     assert ratio == pytest.approx(ideal, rel=0.01)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    assert decoding <= groups.blocks(tokens, SIZE) <= decoding + len(plan.kv_cache_groups)
-    assert peak <= groups.blocks(LONG, SIZE, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    assert decoding <= groups.blocks(tokens) <= decoding + len(plan.kv_cache_groups)
+    assert peak <= groups.blocks(LONG, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
 
 
 @pytest.mark.parametrize("window", [RECENT, 4096])
@@ -148,9 +148,9 @@ def test_windows_of_the_model_itself_keep_a_group_of_their_own(window: int) -> N
         assert len({name.rpartition(".")[2] for name in group.layer_names}) == 1
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    assert decoding <= groups.blocks(LONG + NEW) <= decoding + len(plan.kv_cache_groups)
 
 
 @pytest.mark.parametrize(("heads", "native", "size"), [(2, 2, 256), (2, 8, 256), (4, 16, 256)])
@@ -167,9 +167,9 @@ def test_windows_of_the_model_itself_may_have_heads_of_another_number_and_size(
     plan = plan_of(layout)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    assert decoding <= groups.blocks(LONG + NEW) <= decoding + len(plan.kv_cache_groups)
 
 
 def alternating(layers: int, heads: int, full: tuple[int, int]) -> KVLayout:
@@ -184,9 +184,9 @@ def test_as_many_layers_of_two_widths_do_not_split_the_full_heads(full: tuple[in
     plan = plan_of(layout)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    assert decoding <= groups.blocks(LONG + NEW) <= decoding + len(plan.kv_cache_groups)
     ideal = layout.kv_bytes(1, LONG + NEW)
     assert decoding * block == pytest.approx(ideal, rel=0.02)
 
@@ -199,9 +199,9 @@ def test_chunks_of_the_model_itself_take_no_wider_blocks_than_full_heads(share: 
     plan = plan_of(layout)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    blocks = groups.blocks(LONG + NEW, SIZE)  # a whole chunk; here the last one has just begun
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    blocks = groups.blocks(LONG + NEW)  # a whole chunk; here the last one has just begun
     assert decoding <= blocks
     assert blocks * block == pytest.approx(layout.kv_bytes(1, LONG + NEW), rel=0.02)
 
@@ -216,10 +216,10 @@ def test_the_planned_groups_are_those_of_vllm(seed: int) -> None:
         layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(heads + 1)))
     if native == 8192:
         layout = replace(layout, layers=tuple(replace(layer, chunked=layer.native) for layer in layout.layers))
-    plan, (planned, *numbers) = plan_of(layout), Groups(layout)._planned(Groups(layout).streaming)
-    assert planned.width * SIZE * 2 * 2 == plan.kv_cache_tensors[0].size // plan.num_blocks
+    plan, (planned, numbers) = plan_of(layout), Groups(layout, SIZE).planned
+    assert planned.width == plan.kv_cache_tensors[0].size // plan.num_blocks
     kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
-    assert numbers == [kinds.count(kind) for kind in ("full", "streaming", "attn")]
+    assert [*numbers] == [kinds.count(kind) for kind in ("full", "streaming", "newest", "attn")]
 
 
 @pytest.mark.parametrize("seed", range(20))
