@@ -29,6 +29,7 @@ def holds_codes(layout: KVLayout) -> bool:
     return (
         None not in tilings
         and len(tilings) == 1
-        and any(layer.full for layer in layout.layers)
-        and not any(layer.native or layer.quantized_window or layer.source is not None for layer in layout.layers)
+        and any(layer.quantized_heads for layer in layout.layers)
+        and len({layer.quantized_window for layer in layout.layers if layer.streaming}) < 2
+        and not any(layer.native or layer.source is not None for layer in layout.layers)
     )

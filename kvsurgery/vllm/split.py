@@ -12,12 +12,13 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
-from kvsurgery.vllm.codes import CodesAttention
+from kvsurgery.vllm.codes import CodesAttention, CodesWindowAttention
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups
 from kvsurgery.vllm.limits import logger
 from kvsurgery.vllm.quantized import in_pages
 from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
+from kvsurgery.vllm.tiles import Tiling
 
 LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more than windows do
 
@@ -60,7 +61,7 @@ class SplitAttention(nn.Module):
     order: torch.Tensor
     original_order: torch.Tensor
 
-    def __init__(self, full: Attention | None, streaming: StreamingAttention | None, layer: LayerLayout) -> None:
+    def __init__(self, full: Attention | None, streaming: Attention | None, layer: LayerLayout) -> None:
         super().__init__()
         self.full, self.streaming = full, streaming
         self.heads, self.cut = layer.heads, layer.full
@@ -200,7 +201,11 @@ def _split(attention: Attention, index: int, groups: Groups, vllm_config: Any) -
         }
         if groups.quantized and layer.quantization:
             full = CodesAttention(
-                quantization=layer.quantization, bin=groups.newest[index], size=groups.size, **options
+                quantization=layer.quantization,
+                tiling=Tiling.of(layer.quantization),
+                bin=groups.newest[index],
+                size=groups.size,
+                **options,
             )
         else:
             full = Attention(
@@ -209,20 +214,33 @@ def _split(attention: Attention, index: int, groups: Groups, vllm_config: Any) -
                 **options,
             )
     if layer.streaming:
-        streaming = StreamingAttention(
-            num_heads=layer.streaming * group,
-            num_kv_heads=layer.streaming,
-            prefix=f"{attention.layer_name}.streaming",
-            attn_backend=streaming_backend(),
-            kv_sharing_target_layer_name=source and f"{source}.streaming",
-            sink=layer.sink,
-            recent=layer.recent,
-            window=groups.window(layer),
-            bin=groups.streaming[index],
-            size=groups.size if groups.quantized else None,
+        options = {
+            "num_heads": layer.streaming * group,
+            "num_kv_heads": layer.streaming,
+            "prefix": f"{attention.layer_name}.streaming",
             **streaming_sinks,
             **settings,
-        )
+        }
+        if groups.quantized and layer.quantization and layer.quantized_window:
+            streaming = CodesWindowAttention(
+                quantization=layer.quantization,
+                tiling=Tiling(layer.sink, layer.quantization.residual, layer.recent),
+                bin=groups.streaming[index],
+                tiles_bin=groups.tiles[index],
+                size=groups.size,
+                **options,
+            )
+        else:
+            streaming = StreamingAttention(
+                attn_backend=streaming_backend(),
+                kv_sharing_target_layer_name=source and f"{source}.streaming",
+                sink=layer.sink,
+                recent=layer.recent,
+                window=groups.window(layer),
+                bin=groups.streaming[index],
+                size=groups.size if groups.quantized else None,
+                **options,
+            )
     return SplitAttention(full, streaming, layer)
 
 

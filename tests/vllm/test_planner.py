@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
-from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
+from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout, Quantization
 from kvsurgery.vllm.groups import Groups
-from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
+from kvsurgery.vllm.spec import ChunkSpec, CodesSpec, CodesWindowSpec, SinkWindowSpec
 
 try:
     from vllm.v1.core import kv_cache_planning as planning
@@ -27,6 +27,8 @@ except ImportError:  # before 0.33
 
 SINK, RECENT, SIZE = 64, 256, 16
 CHUNK, LONG, NEW = 2048, 131_072, 40
+# the last parts of layers' names, as `Groups.planned` counts their groups
+KINDS = ("full", "streaming", "newest", "tiles", "attn")
 # layers and KV heads
 SHAPES = {
     "Llama-3-8B": (32, 8),
@@ -54,12 +56,12 @@ def model(layers: int, heads: int, share: float, native: int | None = None, seed
     )
 
 
-def plan_of(layout: KVLayout) -> KVCacheConfig:
+def plan_of(layout: KVLayout, quantized: bool = False) -> KVCacheConfig:
     """The cache groups that vLLM makes of a model, in 64 GiB."""
-    groups = Groups(layout, SIZE)
+    groups = Groups(layout, SIZE, quantized=quantized)
     specs = {}
     for index, layer in enumerate(layout.layers):
-        common = {"block_size": SIZE, "head_size": layer.head_dim or layout.head_dim, "dtype": torch.bfloat16}
+        common = {"block_size": groups.size, "head_size": layer.head_dim or layout.head_dim, "dtype": torch.bfloat16}
         name = f"model.layers.{index}.self_attn.attn"
         if layer.chunked:
             chunks = ChunkedLocalAttentionSpec(num_kv_heads=layer.heads, attention_chunk_size=layer.recent, **common)
@@ -68,9 +70,28 @@ def plan_of(layout: KVLayout) -> KVCacheConfig:
         if layer.native:
             specs[name] = SlidingWindowSpec(num_kv_heads=layer.heads, sliding_window=layer.recent, **common)
             continue
-        if layer.full:
+        if layer.full and quantized:
+            specs[f"{name}.full"] = CodesSpec.of(layer.full, common["head_size"], 2, layer.quantization)
+            specs[f"{name}.newest"] = SinkWindowSpec(
+                num_kv_heads=layer.full,
+                sliding_window=layer.quantization.residual + TILE,
+                sink=layer.quantization.sink,
+                bin=groups.newest[index],
+                **common,
+            )
+        elif layer.full:
             specs[f"{name}.full"] = FullAttentionSpec(num_kv_heads=layer.full, **common)
-        if layer.streaming:
+        if layer.streaming and quantized and layer.quantized_window:
+            codes = CodesSpec.of(layer.streaming, common["head_size"], 2, layer.quantization)
+            specs[f"{name}.tiles"] = CodesWindowSpec.in_window(codes, layer.recent, groups.tiles[index])
+            specs[f"{name}.streaming"] = SinkWindowSpec(
+                num_kv_heads=layer.streaming,
+                sliding_window=layer.quantization.residual + TILE,
+                sink=layer.sink,
+                bin=groups.streaming[index],
+                **common,
+            )
+        elif layer.streaming:
             specs[f"{name}.streaming"] = SinkWindowSpec(
                 num_kv_heads=layer.streaming,
                 sliding_window=groups.window(layer),
@@ -219,10 +240,65 @@ def test_the_planned_groups_are_those_of_vllm(seed: int) -> None:
     plan, (planned, numbers) = plan_of(layout), Groups(layout, SIZE).planned
     assert planned.width == plan.kv_cache_tensors[0].size // plan.num_blocks
     kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
-    assert [*numbers] == [kinds.count(kind) for kind in ("full", "streaming", "newest", "attn")]
+    assert numbers == [kinds.count(kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_layer_is_lost_whatever_the_shares(seed: int) -> None:
     draw = random.Random(seed)
     plan_of(model(draw.randrange(1, 40), draw.choice((1, 2, 3, 8)), draw.choice((0, 0.05, 0.5, 0.95)), seed=seed))
+
+
+QUANTIZATIONS = {
+    "4 bits": Quantization(4),
+    "per token": Quantization(4, "per-token", residual=0, sink=0),
+    "3 bits": Quantization(3, group_size=32),
+    "2 bits": Quantization(2),
+    "2 bits, small groups": Quantization(2, group_size=16),
+    "8 bits": Quantization(8),
+    "streaming": Quantization(4, streaming=True),
+}
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("shape", ["SmolLM2-135M", "Llama-3-8B", "Qwen3-8B"])
+def test_tiles_take_what_the_config_predicts(shape: str, quantization: str, share: float) -> None:
+    layout = model(*SHAPES[shape], share) if shape in SHAPES else replace(model(30, 3, share), head_dim=64)
+    if QUANTIZATIONS[quantization].streaming:  # of windows that are long enough for tiles
+        layout = replace(layout, layers=tuple(replace(layer, recent=1024) for layer in layout.layers))
+    layout = layout.quantized(QUANTIZATIONS[quantization])
+    plan = plan_of(layout, quantized=True)
+    groups = Groups(layout, SIZE, quantized=True)
+    block = plan.kv_cache_tensors[0].size // plan.num_blocks
+    assert groups.block_bytes == block
+    kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
+    assert groups.planned[1] == [kinds.count(kind) for kind in KINDS]
+    peak, decoding = held(plan, LONG)
+    tokens = LONG + NEW
+    ideal = layout.kv_bytes(1, tokens)
+    print(f"{shape} {quantization} {share}: {kinds}, {decoding * block / ideal:.4f} of ideal")
+    assert decoding * block == pytest.approx(ideal, rel=0.05)
+    assert decoding <= groups.blocks(tokens) <= decoding + len(plan.kv_cache_groups)
+    assert peak <= groups.blocks(LONG, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_planned_groups_of_tiles_are_those_of_vllm(seed: int) -> None:
+    draw = random.Random(seed)
+    layers, heads = draw.choice((2, 6, 8, 24, 36)), draw.choice((1, 2, 3, 8))
+    layout = model(layers, heads, draw.choice((0.05, 0.25, 0.5, 0.75, 0.95, 1)), seed=seed)
+    if draw.random() < 0.5:
+        layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(1, heads + 1)))
+    widths, streaming = draw.choice(((4,), (8, 2), (4, 3))), draw.random() < 0.5
+    layout = replace(
+        layout,
+        layers=tuple(
+            replace(layer, recent=1024, quantization=Quantization(widths[index % len(widths)], streaming=streaming))
+            for index, layer in enumerate(layout.layers)
+        ),
+    )
+    plan, groups = plan_of(layout, quantized=True), Groups(layout, SIZE, quantized=True)
+    assert groups.block_bytes == plan.kv_cache_tensors[0].size // plan.num_blocks
+    kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
+    assert groups.planned[1] == [kinds.count(kind) for kind in KINDS]
