@@ -35,6 +35,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm.groups import Groups
+from kvsurgery.vllm.quantized import holds_codes
 
 BLOCK = 32  # tokens; the CPU's kernels take multiples
 ITEMSIZE = 4  # float32
@@ -76,7 +77,8 @@ class Result:
 def block_bytes(config: dict[str, Any]) -> int:
     """Bytes of a block of vLLM's pool for a config, converted or not."""
     if "kv_surgery" in config:
-        return Groups(KVLayout.from_config(config)).block_bytes(BLOCK, ITEMSIZE)
+        layout = KVLayout.from_config(config)
+        return Groups(layout, BLOCK, ITEMSIZE, holds_codes(layout)).block_bytes
     model = Model.of(config).dimensions
     return model.layers * model.kv_heads * BLOCK * 2 * model.head_dim * ITEMSIZE
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -256,10 +256,20 @@ class StreamingImpl(CPUAttentionBackendImpl):
         return scores.float().softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
-class StreamingBackend(FullBackend):
-    """Keeps the stock backend's name, which vLLM looks up in an enum."""
+class GatheringBackend(FullBackend):
+    """Reads and writes the cache without the stock kernels, thus in blocks of any size.
+
+    It keeps the stock backend's name, which vLLM looks up in an enum."""
 
     forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+
+class StreamingBackend(GatheringBackend):
+    """Of heads with sinks and a window."""
 
     @staticmethod
     def get_impl_cls() -> type[StreamingImpl]:

@@ -40,16 +40,17 @@ class Forecast:
     text_only: bool = False
 
     @classmethod
-    def of(cls, part: KVLayout, tokens: int, processes: int = 1, block: int = BLOCK, itemsize: int = 2) -> Forecast:
-        """For the heads of one process, in blocks of `block` tokens, with elements of `itemsize` bytes."""
+    def of(cls, groups: Groups, tokens: int, processes: int = 1) -> Forecast:
+        """For the cache groups of one process."""
+        part, block, itemsize = groups.layout, groups.tokens, groups.itemsize
         kv_itemsize = 2 * itemsize
         padded_tokens = -(-tokens // block) * block
         return cls(
             tokens,
             processes,
-            Groups(part).sequence_bytes(tokens, block, itemsize),
+            groups.sequence_bytes(tokens),
             part.dense_bytes(1, padded_tokens, itemsize=itemsize),
-            sum(layer.full * (layer.head_dim or part.head_dim) for layer in part.layers) * kv_itemsize,
+            groups.token_bytes,
             sum(layer.heads * (layer.head_dim or part.head_dim) for layer in part.layers if not layer.native)
             * kv_itemsize,
         )
@@ -73,7 +74,7 @@ def forecast(config: Any) -> Forecast:
     for processes in reversed(layout.processes):
         first, *others = layout.parts(processes)
         if all(other == first for other in others):
-            prediction = Forecast.of(first, lengths_of(config)[-1], processes)
+            prediction = Forecast.of(Groups(first, BLOCK), lengths_of(config)[-1], processes)
             return replace(prediction, text_only=has_bidirectional_images(config))
     raise AssertionError("one process holds all heads")
 

@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 
-from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
+from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Layers that vLLM may put into one cache group: the widths of their heads, and whether these see a sliding window.
 
-    The width of heads is the number of elements that their keys have.
+    The width of heads is the number of bytes of their part of a block.
     """
 
     widths: tuple[int, ...]
@@ -125,63 +125,133 @@ def _by_bin(widths: Sequence[int], bins: Sequence[int], sliding: bool) -> list[B
 
 @dataclass(frozen=True)
 class Groups:
-    """The cache groups of a model: those of all full heads, bins of streaming heads, and the model's own windows."""
+    """The cache groups of a model: those of all full heads, bins of streaming heads, and the model's own windows.
+
+    Where tiles of full heads are `quantized`, there are also bins of their newest tokens, and a group of full heads has
+    a tile a block.
+
+    Attributes:
+        tokens: of a block that is not of tiles, where no tiles are.
+        itemsize: bytes of an element that is not quantized.
+    """
 
     layout: KVLayout
+    tokens: int
+    itemsize: int = 2
+    quantized: bool = False
 
-    def _widths(self, heads: str, native: bool) -> list[int]:
-        """The width of the full, streaming or all heads of each layer that has a window of the model's own, or none."""
+    @cached_property
+    def size(self) -> int:
+        """Tokens of a block that is not of tiles. Where there are tiles, its pages are no larger than theirs: then
+        groups are as wide as they have heads."""
+        if not self.quantized:
+            return self.tokens
+        fitting = min(
+            layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize) // self._token_bytes(layer)
+            for layer in self.layout.layers
+            if layer.quantization
+        )
+        return 1 << fitting.bit_length() - 1
+
+    def _head_dim(self, layer: LayerLayout) -> int:
+        return layer.head_dim or self.layout.head_dim
+
+    def _token_bytes(self, layer: LayerLayout) -> int:
+        """Bytes of a token of a head in the model's dtype."""
+        return 2 * self._head_dim(layer) * self.itemsize
+
+    def _pages(self, heads: str, native: bool = False) -> list[int]:
+        """Bytes of a block of the full, streaming or all heads of each layer that has a window of the model's own, or
+        none."""
         return [
-            getattr(layer, heads) * (layer.head_dim or self.layout.head_dim) if layer.native == native else 0
+            getattr(layer, heads) * self._token_bytes(layer) * self.size if layer.native == native else 0
             for layer in self.layout.layers
         ]
 
-    @property
-    def _limit(self) -> int:
-        """The width of a block that all full heads of the model fit, and the other heads of each layer."""
-        full = self._widths("full", native=False)
-        streaming = self._widths("streaming", native=False)
-        return max(sum(full), *streaming, *self._widths("heads", native=True))
+    def _tiles(self, heads: str) -> list[int]:
+        """Bytes of a block of tiles of the full or streaming heads of each layer; 0 where these have none."""
+        return [
+            getattr(layer, heads) * layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize)
+            if layer.quantization and (heads == "full" or layer.quantized_window)
+            else 0
+            for layer in self.layout.layers
+        ]
 
     @cached_property
-    def streaming(self) -> list[int]:
-        """The bin of each layer's streaming heads.
+    def _full(self) -> list[int]:
+        """Bytes of a block of the full heads of each layer that has no window of the model's own."""
+        return self._tiles("full") if self.quantized else self._pages("full")
+
+    @cached_property
+    def _windows(self) -> tuple[list[int], ...]:
+        """Bytes of a block of the streaming heads of each layer, of the newest tokens of its full heads, and of tiles
+        of its streaming heads."""
+        streaming = self._pages("streaming")
+        if self.quantized:
+            return streaming, self._pages("full"), self._tiles("streaming")
+        return streaming, [0] * len(streaming), [0] * len(streaming)
+
+    @property
+    def _limit(self) -> int:
+        """Bytes of a block that all full heads of the model fit, and the other heads of each layer."""
+        return max(sum(self._full), *chain(*self._windows), *self._pages("heads", native=True))
+
+    @cached_property
+    def _bins(self) -> list[list[int]]:
+        """The bins of each layer's `_windows`.
 
         Of two choices the one with the smaller cache: bins that are patterns can make vLLM split the full heads, and
         bins that are none can be more.
         """
-        widths = self._widths("streaming", native=False)
-        return min((_bins(widths, self._limit, patterns) for patterns in (True, False)), key=self._cost)
+        choices = [[_bins(pages, self._limit, patterns) for pages in self._windows] for patterns in (True, False)]
+        return min(choices, key=self._cost)
+
+    @property
+    def streaming(self) -> list[int]:
+        """The bin of each layer's streaming heads: of their newest tokens where they have tiles."""
+        return self._bins[0]
+
+    @property
+    def newest(self) -> list[int]:
+        """The bin of the newest tokens of each layer's full heads, none of which is a bin of streaming heads."""
+        return [bin + len(self.layout.layers) for bin in self._bins[1]]
+
+    @property
+    def tiles(self) -> list[int]:
+        """The bin of the tiles of each layer's streaming heads, none of which is another bin."""
+        return [bin + 2 * len(self.layout.layers) for bin in self._bins[2]]
 
     @cached_property
     def native(self) -> list[int]:
         """The bin of each layer with a window of the model's own. vLLM splits windows by itself, and no chunks."""
-        widths = self._widths("heads", native=True)
+        pages = self._pages("heads", native=True)
         if any(layer.chunked for layer in self.layout.layers):
-            return _bins(widths, self._limit, patterns=True)
-        return [0] * len(widths)
+            return _bins(pages, self._limit, patterns=True)
+        return [0] * len(pages)
 
-    def _cost(self, bins: list[int]) -> tuple[int, int]:
-        """What a token and what a window take with these bins of streaming heads."""
-        plan, full, windows, _ = self._planned(bins)
-        return full * plan.width, windows * plan.width
+    def _cost(self, bins: list[list[int]]) -> tuple[int, int]:
+        """What a token and what a window take with these bins of `_windows`."""
+        plan, (full, *windows, _) = self._planned(bins)
+        return full * plan.width, sum(windows) * plan.width
 
-    def _planned(self, bins: list[int]) -> tuple[Plan, int, int, int]:
-        """vLLM's plan for bins of streaming heads, and its numbers of groups of full heads, streaming heads and windows
-        of the model."""
+    def _planned(self, bins: list[list[int]]) -> tuple[Plan, list[int]]:
+        """vLLM's plan for bins of `_windows`, and its numbers of groups: of full heads, of each of these, and of the
+        model's own windows."""
         chunked = any(layer.chunked for layer in self.layout.layers)
-        full = _by_bin(self._widths("full", native=False), [0] * len(bins), sliding=False)
-        streaming = _by_bin(self._widths("streaming", native=False), bins, sliding=True)
-        native = _by_bin(self._widths("heads", native=True), self.native, sliding=not chunked)
-        plan = Plan.of([*full, *streaming, *native])
+        kinds = [
+            _by_bin(self._full, [0] * len(self._full), sliding=False),
+            *(_by_bin(pages, bin, sliding=True) for pages, bin in zip(self._windows, bins, strict=True)),
+            _by_bin(self._pages("heads", native=True), self.native, sliding=not chunked),
+        ]
+        plan = Plan.of([bucket for buckets in kinds for bucket in buckets])
         numbers = iter(plan.groups)
-        counts = [sum(next(numbers) for _ in buckets) for buckets in (full, streaming, native)]
-        return plan, counts[0], counts[1], counts[2]
+        return plan, [sum(next(numbers) for _ in buckets) for buckets in kinds]
 
     @property
-    def width(self) -> int:
-        """The width of a block."""
-        return self._planned(self.streaming)[0].width
+    def planned(self) -> tuple[Plan, list[int]]:
+        """vLLM's plan, and its numbers of groups: of full heads, streaming heads, newest tokens of full heads, tiles of
+        streaming heads, and windows of the model."""
+        return self._planned(self._bins)
 
     def window(self, layer: LayerLayout) -> int:
         """Tokens of the window that vLLM keeps for a layer's streaming heads: `recent`, or one or two more.
@@ -192,24 +262,38 @@ class Groups:
         native_windows = {layer.recent for layer in self.layout.layers if layer.native}
         return next(tokens for tokens in count(layer.recent) if not {tokens, tokens - 1} & native_windows)
 
-    def blocks(self, tokens: int, size: int, in_flight: int = 1) -> int:
-        """Blocks of `size` tokens that a sequence of `tokens` holds while `in_flight` of them are computed."""
-        _, full, streaming, native = self._planned(self.streaming)
-        blocks = full * -(-tokens // size)
+    def blocks(self, tokens: int, in_flight: int = 1) -> int:
+        """Blocks that a sequence of `tokens` holds while `in_flight` of them are computed."""
+        _, (full, streaming, newest, tiles, native) = self.planned
+        size, quantization = self.size, self.layout.quantization
+        blocks = full * -(-tokens // (TILE if self.quantized else size))
+        windows = []
         if layer := next((layer for layer in self.layout.layers if not layer.native and layer.streaming), None):
-            blocks += streaming * _window_blocks(tokens, size, layer.sink, self.window(layer), in_flight)
+            recent = self.window(layer)
+            if self.quantized and quantization and layer.quantized_window:
+                windows.append((tiles, TILE, 0, recent))
+                recent = quantization.residual + TILE
+            windows.append((streaming, size, layer.sink, recent))
+        if self.quantized and quantization:
+            windows.append((newest, size, quantization.sink, quantization.residual + TILE))
         if layer := next((layer for layer in self.layout.layers if layer.native), None):
-            window = layer.recent - size * layer.chunked  # chunks begin with a block
-            blocks += native * _window_blocks(tokens, size, 0, window, in_flight)
-        return blocks
+            # chunks begin with a block
+            windows.append((native, size, 0, layer.recent - size * layer.chunked))
+        return blocks + sum(groups * _window_blocks(tokens, *window, in_flight) for groups, *window in windows)
 
-    def block_bytes(self, size: int, itemsize: int = 2) -> int:
-        """Bytes of a block: keys and values of `size` tokens."""
-        return self.width * size * 2 * itemsize
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.planned[0].width
 
-    def sequence_bytes(self, tokens: int, size: int, itemsize: int) -> int:
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that each more token takes, without those of blocks that are not filled."""
+        return sum(self._full) // (TILE if self.quantized else self.size)
+
+    def sequence_bytes(self, tokens: int) -> int:
         """Bytes of the blocks that a sequence holds."""
-        return self.blocks(tokens, size) * self.block_bytes(size, itemsize)
+        return self.blocks(tokens) * self.block_bytes
 
 
 def _window_blocks(tokens: int, size: int, sink: int, recent: int, in_flight: int) -> int:

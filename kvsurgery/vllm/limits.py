@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm.forecast import NO_REFORM, has_bidirectional_images, servable_layout
+from kvsurgery.vllm.quantized import in_pages
 
 logger = init_logger("vllm.kvsurgery")
 
@@ -45,7 +46,7 @@ def checked_layout(vllm_config: Any) -> KVLayout:
         Refused: the checkpoint or a setting cannot be served.
     """
     layout = check(vllm_config)
-    if layout.quantization:
+    if layout.quantization and not in_pages(layout, vllm_config):
         logger.warning_once(
             "kvsurgery: the quantized KV cache of this checkpoint is for transformers; vLLM stores keys and values in "
             "the dtype of --kv-cache-dtype, here %s",

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, FullAttentionManager
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.vllm.manager import SinkWindowManager
 
 
@@ -44,6 +46,43 @@ class SinkWindowSpec(SlidingWindowSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodesSpec(FullAttentionSpec):
+    """Packed tiles of full heads, a tile a block: bytes that vLLM does not look into."""
+
+    @classmethod
+    def of(cls, heads: int, head_dim: int, itemsize: int, quantization: Quantization) -> CodesSpec:
+        """The cache of so many heads, with scales of `itemsize` bytes."""
+        return cls(
+            block_size=TILE,
+            num_kv_heads=heads,
+            head_size=head_dim,
+            dtype=torch.uint8,
+            tokens_per_state=TILE,
+            state_content_bytes=quantization.tile_bytes(head_dim, itemsize),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodesWindowSpec(SinkWindowSpec):
+    """Packed tiles of streaming heads, a tile a block; their sinks are in no tile."""
+
+    @classmethod
+    def in_window(cls, codes: CodesSpec, recent: int, bin: int) -> CodesWindowSpec:
+        """The same tiles of heads that see `recent` tokens."""
+        return cls(
+            block_size=codes.block_size,
+            num_kv_heads=codes.num_kv_heads,
+            head_size=codes.head_size,
+            dtype=codes.dtype,
+            tokens_per_state=codes.tokens_per_state,
+            state_content_bytes=codes.state_content_bytes,
+            sliding_window=recent,
+            sink=0,
+            bin=bin,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChunkSpec(ChunkedLocalAttentionSpec):
     """Chunks of the model's own, which vLLM would put into one group: its blocks would be wider than the full heads.
 
@@ -69,4 +108,6 @@ class ChunkSpec(ChunkedLocalAttentionSpec):
 # the first registration of a spec keeps vLLM from registering its own
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager, uniform_type_base_spec=SinkWindowSpec)
+KVCacheSpecRegistry.register(CodesSpec, FullAttentionManager, uniform_type_base_spec=CodesSpec)
+KVCacheSpecRegistry.register(CodesWindowSpec, SinkWindowManager, uniform_type_base_spec=SinkWindowSpec)
 KVCacheSpecRegistry.register(ChunkSpec, ChunkedLocalAttentionManager, uniform_type_base_spec=ChunkSpec)

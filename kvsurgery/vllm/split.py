@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
+from kvsurgery.vllm.codes import CodesAttention, CodesWindowAttention
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups
 from kvsurgery.vllm.limits import Refused, logger
+from kvsurgery.vllm.quantized import in_pages
 from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
+from kvsurgery.vllm.tiles import Tiling
 
 LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more than windows do
 
@@ -22,12 +26,15 @@ LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more tha
 class StreamingAttention(Attention):
     """Attention of heads at position i that see positions j <= i with j < sink or i - j < recent.
 
-    `window` and `bin` are the fields of its `SinkWindowSpec`.
+    `window`, `bin` and `size` are the fields of its `SinkWindowSpec`, and its tokens of a block, None where they are
+    the engine's.
     """
 
-    def __init__(self, *args: Any, sink: int, recent: int, window: int, bin: int, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, sink: int, recent: int, window: int, bin: int, size: int | None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self.sink, self.recent, self.window, self.bin = sink, recent, window, bin
+        self.sink, self.recent, self.window, self.bin, self.size = sink, recent, window, bin, size
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """The cache of these heads; that of full heads where vLLM may not free blocks."""
@@ -35,7 +42,7 @@ class StreamingAttention(Attention):
         if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
             return full_spec
         return SinkWindowSpec(
-            block_size=full_spec.block_size,
+            block_size=self.size or full_spec.block_size,
             num_kv_heads=full_spec.num_kv_heads,
             head_size=full_spec.head_size,
             head_size_v=full_spec.head_size_v,
@@ -54,7 +61,7 @@ class SplitAttention(nn.Module):
     order: torch.Tensor
     original_order: torch.Tensor
 
-    def __init__(self, full: Attention | None, streaming: StreamingAttention | None, layer: LayerLayout) -> None:
+    def __init__(self, full: Attention | None, streaming: Attention | None, layer: LayerLayout) -> None:
         super().__init__()
         self.full, self.streaming = full, streaming
         self.heads, self.cut = layer.heads, layer.full
@@ -99,7 +106,8 @@ class SplitAttention(nn.Module):
 
 def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> None:
     """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
-    groups = Groups(layout)
+    size, itemsize = vllm_config.cache_config.block_size or BLOCK, vllm_config.model_config.dtype.itemsize
+    groups = Groups(layout, size, itemsize, in_pages(layout, vllm_config))
     attentions: list[tuple[nn.Module, str, Attention]] = [
         (parent, name, child)
         for parent in model.modules()
@@ -123,11 +131,10 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
             if isinstance(attention, ChunkedLocalAttention):
                 _give_bin(attention, groups.native[index])
             continue
-        cache = {"window": groups.window(layer), "bin": groups.streaming[index]}
-        setattr(parent, name, _split(attention, layer, cache, vllm_config))
+        setattr(parent, name, _split(attention, index, groups, vllm_config))
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if split_modules:
-        _announce(split_modules, layout, vllm_config)
+        _announce(split_modules, groups, vllm_config)
 
 
 def _give_bin(attention: ChunkedLocalAttention, bin: int) -> None:
@@ -141,13 +148,11 @@ def _give_bin(attention: ChunkedLocalAttention, bin: int) -> None:
     attention.get_kv_cache_spec = get_kv_cache_spec
 
 
-def _announce(split_modules: list[SplitAttention], layout: KVLayout, vllm_config: Any) -> None:
+def _announce(split_modules: list[SplitAttention], groups: Groups, vllm_config: Any) -> None:
     """Log the heads of this process and the memory that they take, beside that of the original model."""
     attention: Attention = next(split_modules[0].children())
-    dtype = attention.kv_cache_torch_dtype
-    size = vllm_config.cache_config.block_size or BLOCK
     limit = vllm_config.model_config.max_model_len
-    longest = Forecast.of(layout, limit, block=size, itemsize=dtype.itemsize)
+    longest = Forecast.of(replace(groups, itemsize=attention.kv_cache_torch_dtype.itemsize), limit)
     logger.info(
         "kvsurgery: %d full and %d streaming KV heads in this process; KV cache of a token %.1f KiB (dense %.1f), of "
         "%s tokens %.2f GiB (dense %.2f); such sequences in a GiB: %.1f (dense %.1f)",
@@ -171,8 +176,9 @@ def _announce(split_modules: list[SplitAttention], layout: KVLayout, vllm_config
         )
 
 
-def _split(attention: Attention, layer: LayerLayout, cache: dict[str, int], vllm_config: Any) -> SplitAttention:
-    """Two attentions in the place of a stock one, with its settings."""
+def _split(attention: Attention, index: int, groups: Groups, vllm_config: Any) -> SplitAttention:
+    """Two attentions in the place of a layer's stock one, with its settings."""
+    layer = groups.layout.attended[index]
     group = attention.num_heads // attention.num_kv_heads
     settings = {
         "head_size": attention.head_size,
@@ -186,28 +192,55 @@ def _split(attention: Attention, layer: LayerLayout, cache: dict[str, int], vllm
     del vllm_config.compilation_config.static_forward_context[attention.layer_name]
     full = streaming = None
     if layer.full:
-        full = Attention(
-            num_heads=layer.full * group,
-            num_kv_heads=layer.full,
-            prefix=f"{attention.layer_name}.full",
-            attn_backend=full_backend(attention),
-            kv_sharing_target_layer_name=source and f"{source}.full",
+        options = {
+            "num_heads": layer.full * group,
+            "num_kv_heads": layer.full,
+            "prefix": f"{attention.layer_name}.full",
             **full_sinks,
             **settings,
-        )
+        }
+        if groups.quantized and layer.quantization:
+            full = CodesAttention(
+                quantization=layer.quantization,
+                tiling=Tiling.of(layer.quantization),
+                bin=groups.newest[index],
+                size=groups.size,
+                **options,
+            )
+        else:
+            full = Attention(
+                attn_backend=full_backend(attention),
+                kv_sharing_target_layer_name=source and f"{source}.full",
+                **options,
+            )
     if layer.streaming:
-        streaming = StreamingAttention(
-            num_heads=layer.streaming * group,
-            num_kv_heads=layer.streaming,
-            prefix=f"{attention.layer_name}.streaming",
-            attn_backend=streaming_backend(),
-            kv_sharing_target_layer_name=source and f"{source}.streaming",
-            sink=layer.sink,
-            recent=layer.recent,
-            **cache,
+        options = {
+            "num_heads": layer.streaming * group,
+            "num_kv_heads": layer.streaming,
+            "prefix": f"{attention.layer_name}.streaming",
             **streaming_sinks,
             **settings,
-        )
+        }
+        if groups.quantized and layer.quantization and layer.quantized_window:
+            streaming = CodesWindowAttention(
+                quantization=layer.quantization,
+                tiling=Tiling(layer.sink, layer.quantization.residual, layer.recent),
+                bin=groups.streaming[index],
+                tiles_bin=groups.tiles[index],
+                size=groups.size,
+                **options,
+            )
+        else:
+            streaming = StreamingAttention(
+                attn_backend=streaming_backend(),
+                kv_sharing_target_layer_name=source and f"{source}.streaming",
+                sink=layer.sink,
+                recent=layer.recent,
+                window=groups.window(layer),
+                bin=groups.streaming[index],
+                size=groups.size if groups.quantized else None,
+                **options,
+            )
     return SplitAttention(full, streaming, layer)
 
 

@@ -138,6 +138,22 @@ def reference(
     return generated
 
 
+def reference_by_token(
+    model: torch.nn.Module, row: list[int], new: int = 24
+) -> tuple[list[int], list[dict[int, float]]]:
+    """What a model generates greedily that reads a prompt token by token, thus from codes."""
+    tokens, likelihoods, cache = [*row], [], None
+    with torch.inference_mode():
+        for place in range(len(row) + new - 1):
+            step = model(torch.tensor([[tokens[place]]]), past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            if place >= len(row) - 1:
+                likeliest = step.logits[0, -1].float().log_softmax(-1).topk(NEAR)
+                tokens.append(int(likeliest.indices[0]))
+                likelihoods.append(dict(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)))
+    return tokens[len(row) :], likelihoods
+
+
 def assert_equal(got: Generated, wanted: Generated, tolerance: float = 1e-3) -> None:
     """The same tokens, with log probabilities that differ by less than the tolerance. Where two tokens are as likely to
     within it, either may come, and the rest of that text is not compared."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvsurgery.vllm.forecast import Forecast, forecast, servable_layout, serving_limits
+from kvsurgery.vllm.forecast import BLOCK, Forecast, forecast, servable_layout, serving_limits
+from kvsurgery.vllm.groups import Groups
 
 LAYERS = [{"blocks": [[3, 1]], "sink": 64, "recent": 256}, {"blocks": [[1, 3]], "sink": 64, "recent": 256}]
 
@@ -30,7 +31,7 @@ def test_a_forecast_counts_blocks() -> None:
 
 def test_short_sequences_hold_no_more_than_they_have() -> None:
     layout = servable_layout(config())
-    assert Forecast.of(layout, 20).kv_bytes == 2 * 2 * (16 * 4 * 2 * 128 * 2)
+    assert Forecast.of(Groups(layout, BLOCK), 20).kv_bytes == 2 * 2 * (16 * 4 * 2 * 128 * 2)
 
 
 def test_chunks_of_the_model_begin_with_a_block() -> None:

@@ -7,28 +7,35 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm import SamplingParams
 
-from tests.vllm.serving import assert_equal, converted, engine, preemptions, prompts, reference
+from tests.vllm.serving import assert_equal, converted, engine, preemptions, prompts, reference_by_token
+from tests.vllm.test_codes import TOLERANCE
 
-REQUESTS, NEW, BLOCKS = int(os.environ.get("LOAD_REQUESTS", "100")), 24, 40
+REQUESTS, NEW = int(os.environ.get("LOAD_REQUESTS", "100")), 24
 LATEST = 20  # requests, of which one is cancelled at times
 
 
-def test_no_block_is_lost_and_no_token_is_wrong(tmp_path: Path) -> None:
-    checkpoint = converted("llama", tmp_path)
+@pytest.mark.parametrize(
+    ("cache", "blocks", "tolerance"), [({}, 40, 1e-3), ({"kv_bits": 2, "kv_residual": 0}, 90, TOLERANCE)]
+)
+def test_no_block_is_lost_and_no_token_is_wrong(
+    cache: dict[str, Any], blocks: int, tolerance: float, tmp_path: Path
+) -> None:
+    checkpoint = converted("llama", tmp_path, **cache)
     draw = random.Random(0)
     rows = prompts(lengths=(3, 31, 33, 64, 65, 100, 170, 260, 330))
-    wanted = reference(checkpoint.model, rows, NEW)
+    wanted = [reference_by_token(checkpoint.model, row, NEW) for row in rows]
 
     def check(output: Any, row: int, new: int) -> None:
         tokens, likelihoods = wanted[row]
         if output.finish_reason != "abort":
             found = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
-            assert_equal([([*output.token_ids], found)], [(tokens[:new], likelihoods[:new])])
+            assert_equal([([*output.token_ids], found)], [(tokens[:new], likelihoods[:new])], tolerance)
 
     asked, finished, cancelled = {}, set(), set()
-    with engine(checkpoint.folder, num_gpu_blocks_override=BLOCKS, max_num_batched_tokens=96) as llm:
+    with engine(checkpoint.folder, num_gpu_blocks_override=blocks, max_num_batched_tokens=96) as llm:
         served = llm.llm_engine
         pool = served.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()

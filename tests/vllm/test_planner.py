@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
-from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
+from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout, Quantization
 from kvsurgery.vllm.groups import Groups
-from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
+from kvsurgery.vllm.spec import ChunkSpec, CodesSpec, CodesWindowSpec, SinkWindowSpec
 
 try:
     from vllm.v1.core import kv_cache_planning as planning
@@ -27,6 +27,8 @@ except ImportError:  # before 0.33
 
 SINK, RECENT, SIZE = 64, 256, 16
 CHUNK, LONG, NEW = 2048, 131_072, 40
+# the last parts of layers' names, as `Groups.planned` counts their groups
+KINDS = ("full", "streaming", "newest", "tiles", "attn")
 # layers and KV heads
 SHAPES = {
     "Llama-3-8B": (32, 8),
@@ -54,12 +56,12 @@ def model(layers: int, heads: int, share: float, native: int | None = None, seed
     )
 
 
-def plan_of(layout: KVLayout) -> KVCacheConfig:
+def plan_of(layout: KVLayout, quantized: bool = False) -> KVCacheConfig:
     """The cache groups that vLLM makes of a model, in 64 GiB."""
-    groups = Groups(layout)
+    groups = Groups(layout, SIZE, quantized=quantized)
     specs = {}
     for index, layer in enumerate(layout.layers):
-        common = {"block_size": SIZE, "head_size": layer.head_dim or layout.head_dim, "dtype": torch.bfloat16}
+        common = {"block_size": groups.size, "head_size": layer.head_dim or layout.head_dim, "dtype": torch.bfloat16}
         name = f"model.layers.{index}.self_attn.attn"
         if layer.chunked:
             chunks = ChunkedLocalAttentionSpec(num_kv_heads=layer.heads, attention_chunk_size=layer.recent, **common)
@@ -68,9 +70,28 @@ def plan_of(layout: KVLayout) -> KVCacheConfig:
         if layer.native:
             specs[name] = SlidingWindowSpec(num_kv_heads=layer.heads, sliding_window=layer.recent, **common)
             continue
-        if layer.full:
+        if layer.full and quantized:
+            specs[f"{name}.full"] = CodesSpec.of(layer.full, common["head_size"], 2, layer.quantization)
+            specs[f"{name}.newest"] = SinkWindowSpec(
+                num_kv_heads=layer.full,
+                sliding_window=layer.quantization.residual + TILE,
+                sink=layer.quantization.sink,
+                bin=groups.newest[index],
+                **common,
+            )
+        elif layer.full:
             specs[f"{name}.full"] = FullAttentionSpec(num_kv_heads=layer.full, **common)
-        if layer.streaming:
+        if layer.streaming and quantized and layer.quantized_window:
+            codes = CodesSpec.of(layer.streaming, common["head_size"], 2, layer.quantization)
+            specs[f"{name}.tiles"] = CodesWindowSpec.in_window(codes, layer.recent, groups.tiles[index])
+            specs[f"{name}.streaming"] = SinkWindowSpec(
+                num_kv_heads=layer.streaming,
+                sliding_window=layer.quantization.residual + TILE,
+                sink=layer.sink,
+                bin=groups.streaming[index],
+                **common,
+            )
+        elif layer.streaming:
             specs[f"{name}.streaming"] = SinkWindowSpec(
                 num_kv_heads=layer.streaming,
                 sliding_window=groups.window(layer),
@@ -134,10 +155,10 @@ def test_memory_is_the_share_of_full_heads_and_the_windows(shape: str, share: fl
     ideal = layout.kv_bytes(1, tokens) / layout.dense_bytes(1, tokens)
     print(f"{shape} {share}: {len(plan.kv_cache_groups)} groups, {ratio:.4f} of dense, ideal {ideal:.4f}")
     assert ratio == pytest.approx(ideal, rel=0.01)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    assert decoding <= groups.blocks(tokens, SIZE) <= decoding + len(plan.kv_cache_groups)
-    assert peak <= groups.blocks(LONG, SIZE, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    assert decoding <= groups.blocks(tokens) <= decoding + len(plan.kv_cache_groups)
+    assert peak <= groups.blocks(LONG, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
 
 
 @pytest.mark.parametrize("window", [RECENT, 4096])
@@ -148,9 +169,9 @@ def test_windows_of_the_model_itself_keep_a_group_of_their_own(window: int) -> N
         assert len({name.rpartition(".")[2] for name in group.layer_names}) == 1
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    assert decoding <= groups.blocks(LONG + NEW) <= decoding + len(plan.kv_cache_groups)
 
 
 @pytest.mark.parametrize(("heads", "native", "size"), [(2, 2, 256), (2, 8, 256), (4, 16, 256)])
@@ -167,9 +188,9 @@ def test_windows_of_the_model_itself_may_have_heads_of_another_number_and_size(
     plan = plan_of(layout)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    assert decoding <= groups.blocks(LONG + NEW) <= decoding + len(plan.kv_cache_groups)
 
 
 def alternating(layers: int, heads: int, full: tuple[int, int]) -> KVLayout:
@@ -184,9 +205,9 @@ def test_as_many_layers_of_two_widths_do_not_split_the_full_heads(full: tuple[in
     plan = plan_of(layout)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    assert decoding <= groups.blocks(LONG + NEW) <= decoding + len(plan.kv_cache_groups)
     ideal = layout.kv_bytes(1, LONG + NEW)
     assert decoding * block == pytest.approx(ideal, rel=0.02)
 
@@ -199,9 +220,9 @@ def test_chunks_of_the_model_itself_take_no_wider_blocks_than_full_heads(share: 
     plan = plan_of(layout)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
-    groups = Groups(layout)
-    assert groups.block_bytes(SIZE) == block
-    blocks = groups.blocks(LONG + NEW, SIZE)  # a whole chunk; here the last one has just begun
+    groups = Groups(layout, SIZE)
+    assert groups.block_bytes == block
+    blocks = groups.blocks(LONG + NEW)  # a whole chunk; here the last one has just begun
     assert decoding <= blocks
     assert blocks * block == pytest.approx(layout.kv_bytes(1, LONG + NEW), rel=0.02)
 
@@ -216,13 +237,68 @@ def test_the_planned_groups_are_those_of_vllm(seed: int) -> None:
         layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(heads + 1)))
     if native == 8192:
         layout = replace(layout, layers=tuple(replace(layer, chunked=layer.native) for layer in layout.layers))
-    plan, (planned, *numbers) = plan_of(layout), Groups(layout)._planned(Groups(layout).streaming)
-    assert planned.width * SIZE * 2 * 2 == plan.kv_cache_tensors[0].size // plan.num_blocks
+    plan, (planned, numbers) = plan_of(layout), Groups(layout, SIZE).planned
+    assert planned.width == plan.kv_cache_tensors[0].size // plan.num_blocks
     kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
-    assert numbers == [kinds.count(kind) for kind in ("full", "streaming", "attn")]
+    assert numbers == [kinds.count(kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_layer_is_lost_whatever_the_shares(seed: int) -> None:
     draw = random.Random(seed)
     plan_of(model(draw.randrange(1, 40), draw.choice((1, 2, 3, 8)), draw.choice((0, 0.05, 0.5, 0.95)), seed=seed))
+
+
+QUANTIZATIONS = {
+    "4 bits": Quantization(4),
+    "per token": Quantization(4, "per-token", residual=0, sink=0),
+    "3 bits": Quantization(3, group_size=32),
+    "2 bits": Quantization(2),
+    "2 bits, small groups": Quantization(2, group_size=16),
+    "8 bits": Quantization(8),
+    "streaming": Quantization(4, streaming=True),
+}
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("shape", ["SmolLM2-135M", "Llama-3-8B", "Qwen3-8B"])
+def test_tiles_take_what_the_config_predicts(shape: str, quantization: str, share: float) -> None:
+    layout = model(*SHAPES[shape], share) if shape in SHAPES else replace(model(30, 3, share), head_dim=64)
+    if QUANTIZATIONS[quantization].streaming:  # of windows that are long enough for tiles
+        layout = replace(layout, layers=tuple(replace(layer, recent=1024) for layer in layout.layers))
+    layout = layout.quantized(QUANTIZATIONS[quantization])
+    plan = plan_of(layout, quantized=True)
+    groups = Groups(layout, SIZE, quantized=True)
+    block = plan.kv_cache_tensors[0].size // plan.num_blocks
+    assert groups.block_bytes == block
+    kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
+    assert groups.planned[1] == [kinds.count(kind) for kind in KINDS]
+    peak, decoding = held(plan, LONG)
+    tokens = LONG + NEW
+    ideal = layout.kv_bytes(1, tokens)
+    print(f"{shape} {quantization} {share}: {kinds}, {decoding * block / ideal:.4f} of ideal")
+    assert decoding * block == pytest.approx(ideal, rel=0.05)
+    assert decoding <= groups.blocks(tokens) <= decoding + len(plan.kv_cache_groups)
+    assert peak <= groups.blocks(LONG, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_planned_groups_of_tiles_are_those_of_vllm(seed: int) -> None:
+    draw = random.Random(seed)
+    layers, heads = draw.choice((2, 6, 8, 24, 36)), draw.choice((1, 2, 3, 8))
+    layout = model(layers, heads, draw.choice((0.05, 0.25, 0.5, 0.75, 0.95, 1)), seed=seed)
+    if draw.random() < 0.5:
+        layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(1, heads + 1)))
+    widths, streaming = draw.choice(((4,), (8, 2), (4, 3))), draw.random() < 0.5
+    layout = replace(
+        layout,
+        layers=tuple(
+            replace(layer, recent=1024, quantization=Quantization(widths[index % len(widths)], streaming=streaming))
+            for index, layer in enumerate(layout.layers)
+        ),
+    )
+    plan, groups = plan_of(layout, quantized=True), Groups(layout, SIZE, quantized=True)
+    assert groups.block_bytes == plan.kv_cache_tensors[0].size // plan.num_blocks
+    kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
+    assert groups.planned[1] == [kinds.count(kind) for kind in KINDS]

@@ -1,0 +1,66 @@
+"""Attention of heads whose older tokens lie in quantized tiles: a cache of tiles, and one of newest tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.layers.attention import Attention
+
+from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.vllm.cpu_codes import CodesBackend, NewestBackend
+from kvsurgery.vllm.spec import CodesSpec, CodesWindowSpec, SinkWindowSpec
+from kvsurgery.vllm.tiles import Tiling
+
+
+class NewestAttention(Attention):
+    """Only a cache: of the first tokens of heads, and of the newest ones, in the model's dtype."""
+
+    def __init__(self, *args: Any, tiling: Tiling, bin: int, size: int, **options: Any) -> None:
+        super().__init__(*args, attn_backend=NewestBackend, **options)
+        self.tiling, self.bin, self.size = tiling, bin, size
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> SinkWindowSpec:
+        """Sinks and a window, in blocks of `size` tokens."""
+        return SinkWindowSpec(
+            block_size=self.size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.kv_cache_torch_dtype,
+            sliding_window=self.tiling.newest,
+            sink=self.tiling.sink,
+            bin=self.bin,
+        )
+
+
+class CodesAttention(Attention):
+    """Attention of full heads over tiles, and over the tokens of `newest`, whose bin and block size are given."""
+
+    def __init__(
+        self,
+        *args: Any,
+        quantization: Quantization,
+        tiling: Tiling,
+        bin: int,
+        size: int,
+        prefix: str,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, attn_backend=CodesBackend, prefix=prefix, **options)
+        self.quantization, self.tiling = quantization, tiling
+        self.newest = NewestAttention(*args, tiling=tiling, bin=bin, size=size, prefix=f"{prefix}.newest", **options)
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> CodesSpec | CodesWindowSpec:
+        """The cache of the tiles."""
+        return CodesSpec.of(self.num_kv_heads, self.head_size, self.kv_cache_torch_dtype.itemsize, self.quantization)
+
+
+class CodesWindowAttention(CodesAttention):
+    """The same of streaming heads, whose tiles have a bin as well."""
+
+    def __init__(self, *args: Any, tiles_bin: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.tiles_bin = tiles_bin
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> CodesWindowSpec:
+        """The cache of the tiles in the window."""
+        return CodesWindowSpec.in_window(super().get_kv_cache_spec(vllm_config), self.tiling.recent, self.tiles_bin)

@@ -1,0 +1,226 @@
+"""Attention of heads whose older tokens are quantized, on a CPU: packs tiles into pages, and attends to their codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from kvsurgery.templates.kv_codes import Tiles, key_products, quantize, rotated, weighted_values
+from kvsurgery.templates.kv_layout import TILE, Quantization
+from kvsurgery.templates.kv_softmax import LOWEST, Scoring, merge
+from kvsurgery.vllm.cpu import GatheringBackend, Places, rows_of
+from kvsurgery.vllm.tiles import TiledPiece, TiledPlan, plan
+
+SCORES = 1 << 23  # of queries and tokens in tiles at a time
+ROOM = 1 << 19  # states that codes of tiles become at a time
+PAGES = 1 << 24  # bytes of pages that are gathered at a time
+
+
+def to_page(tiles: Tiles) -> torch.Tensor:
+    """The bytes of packed tiles [tiles, heads, ...], part after part: [tiles, heads, bytes]."""
+    return torch.cat([part.contiguous().view(torch.uint8).flatten(2) for part in tiles], 2)
+
+
+def from_page(page: torch.Tensor, head_dim: int, dtype: torch.dtype, quantization: Quantization) -> Tiles:
+    """The tiles of pages [..., bytes], as views."""
+    code_shape = TILE, quantization.code_bytes(head_dim)
+    parts, begin = [], 0
+    for groups in (quantization.key_groups(head_dim), quantization.value_groups(head_dim)):
+        for shape, kind in ((code_shape, torch.uint8), ((2, *groups), dtype)):
+            end = begin + torch.Size(shape).numel() * kind.itemsize
+            parts.append(page[..., begin:end].view(kind).unflatten(-1, shape))
+            begin = end
+    return Tiles(*parts)
+
+
+@dataclass
+class NewestStep:
+    """A batch for a cache group of newest tokens: the number of tokens, and slots of these, of the tokens of tiles that
+    are due, and of each piece's keys."""
+
+    tokens: int
+    slots: Places
+    due: Places
+    pieces: list[Places]
+
+
+@dataclass
+class CodesStep:
+    """A batch for a cache group of tiles: its plan, and the pages of the tiles that are due, and of each piece's."""
+
+    plan: TiledPlan
+    due: torch.Tensor
+    pieces: list[torch.Tensor]
+
+
+class TiledBuilder(AttentionMetadataBuilder[Any]):
+    """Finds the blocks of a step, once for the layers of a cache group with as many heads."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self.tiling, self.size = layer.tiling, kv_cache_spec.block_size
+        self.heads = torch.arange(layer.num_kv_heads)[:, None] * self.size
+
+    def plan_of(self, metadata: Any) -> TiledPlan:
+        """What the requests of a batch do."""
+        return plan(tuple(metadata.query_start_loc.tolist()), tuple(metadata.seq_lens.tolist()), self.tiling)
+
+
+class NewestBuilder(TiledBuilder):
+    """Finds the newest tokens, in the model's dtype."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> NewestStep:
+        """The plan of a batch, in slots of this cache group."""
+        steps, table = self.plan_of(common_attn_metadata), common_attn_metadata.block_table_tensor.long()
+
+        def places(rows: torch.Tensor, tokens: torch.Tensor) -> Places:
+            return Places(table[rows, tokens // self.size][:, None], (tokens % self.size)[:, None] + self.heads)
+
+        count = int(common_attn_metadata.query_start_loc[-1])
+        slots = common_attn_metadata.slot_mapping[:count, None, None]  # tokens after these are padding
+        return NewestStep(
+            count,
+            Places(slots // self.size, slots % self.size + self.heads),
+            places(steps.due.rows, steps.due.tokens),
+            [places(piece.rows, piece.keys) for piece in steps.pieces],
+        )
+
+
+class CodesBuilder(TiledBuilder):
+    """Finds the pages of tiles."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CodesStep:
+        """The plan of a batch, in pages of this cache group."""
+        steps, table = self.plan_of(common_attn_metadata), common_attn_metadata.block_table_tensor.long()
+        late = self.tiling.late
+        due = table[steps.due.rows, steps.due.tiles + late].flatten()
+        return CodesStep(steps, due, [table[piece.rows, piece.tiles + late] for piece in steps.pieces])
+
+
+class CodesImpl(CPUAttentionBackendImpl):
+    """Stores new tokens as they are, packs the tiles that are due, and only then attends: a request may begin with
+    blocks that another one fills in the same step."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CodesStep | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store new tokens in the caches of a layer, and write their attention to an output.
+
+        Key and value are [tokens, heads, head_dim], the cache [blocks, heads, 1, bytes], query and output
+        [tokens, query_heads, head_dim]."""
+        if attn_metadata is None:  # a step without requests, to measure memory
+            return output
+        quantization, heads, size = layer.quantization, self.num_kv_heads, self.head_size
+        newest: NewestStep = get_forward_context().attn_metadata[layer.newest.layer_name]
+        rows, pages = rows_of(layer.newest.kv_cache), kv_cache[:, :, 0]
+        rotates_keys, rotates_values = quantization.rotate == "both", quantization.rotate != "none"
+        stored_key, stored_value = key[: newest.tokens], value[: newest.tokens]
+        stored_key = rotated(stored_key, rotates_keys * heads)
+        stored_value = rotated(stored_value, rotates_values * heads)
+        states = torch.cat((stored_key, stored_value), -1)
+        rows.index_copy_(0, newest.slots.rows(layer.newest.kv_cache), states.flatten(0, 1))
+
+        def stored(places: Places) -> torch.Tensor:
+            """[requests, heads, tokens, 2 * head_dim]"""
+            states = rows.index_select(0, places.rows(layer.newest.kv_cache))
+            return states.view(len(places.slots), heads, -1, 2 * size)
+
+        if len(attn_metadata.due):
+            tiles = quantize(*stored(newest.due).split(size, -1), quantization)
+            pages.index_copy_(0, attn_metadata.due, to_page(tiles))
+        query = rotated(query[: newest.tokens], rotates_keys * query.shape[1])
+        pieces = zip(attn_metadata.plan.pieces, newest.pieces, attn_metadata.pieces, strict=True)
+        for piece, keys, blocks in pieces:
+            queries = query[piece.batch].view(-1, piece.new, heads, self.num_queries_per_kv, size)
+            folded_query = queries.permute(0, 2, 3, 1, 4).flatten(2, 3).float()
+            attended = self._attend(folded_query, stored(keys), pages, blocks, piece, quantization)
+            attended = attended.transpose(1, 2).reshape(len(piece.batch), -1, size)
+            attended = rotated(attended, rotates_values * attended.shape[1], back=True)
+            output[piece.batch] = attended.to(output.dtype)
+        return output
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        states: torch.Tensor,
+        pages: torch.Tensor,
+        blocks: torch.Tensor,
+        piece: TiledPiece,
+        quantization: Quantization,
+    ) -> torch.Tensor:
+        """Attention of queries [requests, heads, group * new, head_dim] over states and tiles, in float32.
+
+        Returns:
+            [requests, query_heads, new, head_dim]
+        """
+        scoring = Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks)
+        keys, values = states.float().split(self.head_size, -1)
+        weights, lse = _weights(scoring.scores(query @ keys.mT), piece.hidden[..., None], piece.new)
+        output = weights @ values
+        for span in _spans(query, blocks.shape[1], pages.shape[2]):
+            gathered = pages[blocks[:, span]].transpose(1, 2)  # [requests, heads, tiles, bytes]
+            tiles = from_page(gathered, self.head_size, states.dtype, quantization)
+            room = query.new_empty(max(ROOM, tiles.key_codes[:, :, 0].numel() * 8 // quantization.bits))
+            scores = scoring.scores(key_products(query, tiles, quantization.bits, room))
+            weights, part_lse = _weights(scores, piece.hidden_in(span), piece.new)
+            part = weighted_values(weights, tiles, quantization.bits, room)
+            output, lse = merge((output, lse), (part, part_lse))
+        by_query_head = len(piece.rows), -1, piece.new
+        return scoring.sunk(output.view(*by_query_head, self.head_size), lse.view(by_query_head))
+
+
+def _weights(scores: torch.Tensor, hidden: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of scores [requests, heads, group * new, keys] where keys are not hidden, and their log-sum-exps."""
+    scores.view(*scores.shape[:2], -1, new, hidden.shape[4], scores.shape[3] // hidden.shape[4]).masked_fill_(
+        hidden, LOWEST
+    )
+    lse = scores.logsumexp(3)
+    return (scores - lse[..., None]).exp_(), lse
+
+
+def _spans(query: torch.Tensor, tiles: int, page: int) -> Iterator[slice]:
+    """Tiles that are read together, for queries [requests, heads, n, head_dim]."""
+    requests, heads, count, _ = query.shape
+    step = max(1, min(SCORES // (requests * heads * count * TILE), PAGES // (requests * heads * page)))
+    for begin in range(0, tiles, step):
+        yield slice(begin, begin + step)
+
+
+class NewestBackend(GatheringBackend):
+    """Of the newest tokens' cache, which has no attention of its own."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CodesImpl]:
+        return CodesImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[NewestBuilder]:
+        return NewestBuilder
+
+
+class CodesBackend(GatheringBackend):
+    """Of the tiles' cache."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CodesImpl]:
+        return CodesImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CodesBuilder]:
+        return CodesBuilder

@@ -1,0 +1,35 @@
+"""Which quantized caches vLLM's pages hold; the others are stored in vLLM's own dtype, which is no wrong answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.vllm.tiles import Tiling
+
+
+def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
+    """Whether the quantized tiles of a checkpoint lie in vLLM's pages, with these settings."""
+    model = vllm_config.model_config
+    return (
+        holds_codes(layout)
+        and current_platform.is_cpu()
+        and not model.is_hybrid
+        and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        and vllm_config.cache_config.cache_dtype in ("auto", str(model.dtype).removeprefix("torch."))
+    )
+
+
+def holds_codes(layout: KVLayout) -> bool:
+    """Whether pages can hold the tiles of these heads: of layers that are alike but for their widths, with no windows
+    of the model's own."""
+    tilings = {layer.quantization and Tiling.of(layer.quantization) for layer in layout.layers}
+    return (
+        None not in tilings
+        and len(tilings) == 1
+        and any(layer.quantized_heads for layer in layout.layers)
+        and len({layer.quantized_window for layer in layout.layers if layer.streaming}) < 2
+        and not any(layer.native or layer.source is not None for layer in layout.layers)
+    )

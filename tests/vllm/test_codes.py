@@ -1,0 +1,72 @@
+"""Heads whose older tokens lie in quantized tiles, in vLLM's pages: the tokens are those of the emitted model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvsurgery.vllm.codes import CodesAttention
+from tests.vllm.serving import (
+    assert_equal,
+    cached_tokens,
+    converted,
+    engine,
+    generate,
+    preemptions,
+    prompts,
+    reference,
+    reference_by_token,
+)
+
+# a state on the border of two codes may get either, as sums of another order differ in their last bits
+TOLERANCE = 3e-2
+# the emitted model reads codes where it decodes; prompts within a tile are none
+SHORT = (5, 45, 100)
+NEW = 260
+CACHES: dict[str, dict[str, Any]] = {
+    "kivi-4": {"kv_bits": 4, "sparsity": 0.0},
+    "streaming-2": {"kv_bits": 2, "sparsity": 0.5, "kv_residual": 32},
+    "per-token-8": {"kv_bits": 8, "sparsity": 0.0, "kv_scheme": "per-token", "kv_residual": 0, "kv_sink": 0},
+    "quantized-windows-4": {"kv_bits": 4, "sparsity": 0.5, "kv_streaming": True, "kv_residual": 0, "recent": 260},
+    "groups-3": {"kv_bits": 3, "sparsity": 0.5, "kv_group_size": 32, "kv_residual": 0, "kv_rotate": "both"},
+}
+
+
+def codes(llm: Any) -> list[CodesAttention]:
+    """The attentions of an engine over tiles."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if isinstance(layer, CodesAttention)]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_tokens_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> None:
+    checkpoint = converted("llama", tmp_path, **CACHES[kind])
+    rows = prompts(lengths=SHORT)[:3]
+    long = prompts(lengths=(430, 5))[0]
+    with engine(checkpoint.folder) as llm:
+        assert all(layer.kv_cache.dtype == torch.uint8 for layer in codes(llm))
+        assert codes(llm)
+        assert_equal(generate(llm, rows, NEW), reference(checkpoint.model, rows, NEW), TOLERANCE)
+        assert_equal(generate(llm, [long], 30), [reference_by_token(checkpoint.model, long, 30)], TOLERANCE)
+        ((_, (first, *_)),) = generate(llm, [long], 1)
+    with torch.inference_mode():
+        exact = checkpoint.model(torch.tensor([long])).logits[0, -1].float().log_softmax(-1)
+    difference = max(abs(exact[token].item() - found) for token, found in first.items())
+    print(kind, "read at once:", difference)
+
+
+def test_tokens_do_not_depend_on_chunks_hits_preemption_or_company(tmp_path: Path) -> None:
+    checkpoint = converted("llama", tmp_path, **CACHES["streaming-2"])
+    growing, long = prompts(lengths=(60, 61, 62, 63, 64))[:5], prompts(lengths=(380, 5))[0]
+    with engine(checkpoint.folder, enable_prefix_caching=False) as llm:
+        alone = [generate(llm, [row], 200)[0] for row in growing]
+        whole = generate(llm, [long], 50)
+    with engine(checkpoint.folder, max_num_batched_tokens=96, num_gpu_blocks_override=110) as llm:
+        assert_equal(generate(llm, growing, 200), alone, TOLERANCE)
+        assert preemptions(llm) > 0
+        for _ in range(2):
+            assert_equal(generate(llm, [long], 50), whole, TOLERANCE)
+        assert cached_tokens(llm) >= 256
