@@ -5,6 +5,7 @@ vLLM calls `register` through the entry point `vllm.general_plugins`; before tha
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 OLDEST, NEWEST = (0, 30), (0, 33)  # vLLM's cache planner and cache managers as this plugin extends them
@@ -56,7 +57,7 @@ stock: dict[str, tuple[str, str]] = {}
 
 
 def register() -> None:
-    """Register a model class for each architecture of the converter, which serves other checkpoints as before.
+    """Register a model class and a check of its config for each architecture, which serve other checkpoints as before.
 
     On a version of vLLM that is not supported, nothing is registered: every checkpoint is served by the stock class.
     """
@@ -70,7 +71,14 @@ def register() -> None:
             *(".".join(map(str, version)) for version in (OLDEST, NEWEST)),
         )
         return
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    limits = importlib.import_module(f"{__name__}.limits")
     for architecture in (*ARCHITECTURES, *DENSE):
+        checked = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+        if not checked.__module__.startswith(__name__):
+            MODELS_CONFIG_MAP[architecture] = limits.config_class(checked)
+    for architecture in ARCHITECTURES:
         registered = vllm.ModelRegistry.models.get(architecture)
         module = getattr(registered, "module_name", __name__)
         if not module.startswith(__name__):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from kvsurgery.vllm import ARCHITECTURES
 from kvsurgery.vllm.groups import Groups
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU
+# what serves a checkpoint that the plugin refuses
+ELSEWHERE = "use transformers with trust_remote_code=True, or serve it with the original's cache by VLLM_PLUGINS=none"
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,8 @@ def serving_limits(config: Any) -> tuple[str, ...]:
     prediction = forecast_or_refusal(config)
     if isinstance(prediction, str):
         return (prediction,)
-    layout, limits = KVLayout.from_config(config), []
-    if layout.quantization:
-        limits.append(
-            "vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit; use transformers with "
-            "trust_remote_code=True to save these bytes"
-        )
+    layout = KVLayout.from_config(config)
+    limits = [*ignored(config)]
     if prediction.processes < max(layout.processes):
         limits.append(
             f"vLLM serves this over {prediction.processes} of {max(layout.processes)} processes, as it needs equal "
@@ -101,6 +99,21 @@ def serving_limits(config: Any) -> tuple[str, ...]:
     if prediction.text_only:
         limits.append("vLLM serves text alone, as tokens of an image see each other in both directions in this model")
     return tuple(limits)
+
+
+def ignored(config: Any) -> Iterator[str]:
+    """What vLLM leaves out of a converted config that it serves, a line each."""
+    section: Mapping[str, Any] = setting(config, "kv_surgery")
+    if section.get("quantization"):
+        yield (
+            "vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit; use transformers with "
+            "trust_remote_code=True to save these bytes"
+        )
+    if "reform" in section:
+        yield (
+            "vLLM reads prompts without REFORM, and refuses those beyond the model's context; use transformers with "
+            "trust_remote_code=True for these"
+        )
 
 
 def has_bidirectional_images(config: Any) -> bool:
@@ -123,14 +136,11 @@ def servable_layout(config: Any) -> KVLayout:
                 "with it; use transformers with trust_remote_code=True"
             )
     if any(layer.budgets for layer in layout.layers):
-        raise ValueError("vLLM cannot serve budgeted heads; use transformers with trust_remote_code=True")
+        raise ValueError(f"vLLM cannot serve budgeted heads; {ELSEWHERE}")
     weights = setting(config, KEY)
     if isinstance(weights, Mapping) and (weights.get("kv_cache_scheme") or weights.get("kv_cache_quant_algo")):
         raise ValueError(
             f"vLLM would quantize the KV cache with scales that split heads do not have; remove these from {KEY} "
             "of the original, or use transformers with trust_remote_code=True"
         )
-    section: Mapping[str, Any] = setting(config, "kv_surgery")
-    if "reform" in section:
-        raise ValueError("vLLM cannot read prompts by REFORM; use transformers with trust_remote_code=True")
     return layout

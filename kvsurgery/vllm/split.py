@@ -214,19 +214,11 @@ def _split(attention: Attention, layer: LayerLayout, cache: dict[str, int], vllm
 def learned_sinks(attention: Attention, layer: LayerLayout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The learned sinks of full and of streaming heads, as the option of their attentions; none where it has none.
 
-    They are parts of the parameter that the weights are loaded into later.
-
-    Raises:
-        ValueError: full heads lie in several places, so that their sinks are no part of it.
+    They are parts of the parameter that the weights are loaded into later. Full heads lie together, or `checked_layout`
+    has refused them.
     """
     sinks = getattr(attention.impl, "sinks", None)
     if sinks is None:
         return {}, {}
-    if layer.scattered:
-        count = len(layer.blocks)
-        raise ValueError(
-            f"kvsurgery: one process cannot serve learned sinks of heads that are laid out for {count}; use "
-            f"--tensor-parallel-size {count}"
-        )
     cut = layer.full * (attention.num_heads // attention.num_kv_heads)
     return {"sinks": sinks.data[:cut]}, {"sinks": sinks.data[cut:]}

@@ -57,8 +57,6 @@ def test_the_command_leaves_out_images_that_are_refused() -> None:
 
 
 def test_what_vllm_cannot_serve() -> None:
-    with pytest.raises(ValueError, match="REFORM"):
-        forecast(config(reform={}))
     with pytest.raises(ValueError, match="Gemma3nForCausalLM with a KV cache of the original's size"):
         forecast({**config(), "architectures": ["Gemma3nForCausalLM"]})
     assert forecast({**config(), "architectures": ["LlamaForCausalLM"]}) == forecast(config())

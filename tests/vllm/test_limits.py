@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.plugins import load_general_plugins
 
+from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_layout import LayerLayout, Quantization
-from kvsurgery.vllm import register, supports
+from kvsurgery.vllm import ARCHITECTURES, DENSE, limits, register, supports
+from kvsurgery.vllm.forecast import serving_limits
 from kvsurgery.vllm.limits import checked_layout
+from tests.vllm.serving import converted, engine
 
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
 TILES = asdict(Quantization(4))
@@ -30,13 +37,15 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
         num_hidden_layers=2,
         num_key_value_heads=4,
         num_attention_heads=8,
+        max_position_embeddings=1024,
+        architectures=[changes.pop("architecture", "LlamaForCausalLM")],
     )
     if text := changes.pop("text", None):
         config.text_config = SimpleNamespace(**vars(config), **text)
     images = SimpleNamespace(language_model_only=changes.pop("language_model_only", False))
     sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
     parallel = {f"{kind}_parallel_size": 1 for kind in sizes}
-    cache = {"cache_dtype": "auto", "kv_sharing_fast_prefill": False}
+    cache = {"cache_dtype": "auto", "kv_sharing_fast_prefill": False, "kv_offloading_size": None}
     parts = {
         "model_config": SimpleNamespace(hf_config=config, multimodal_config=images),
         "parallel_config": SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
@@ -63,12 +72,13 @@ REFUSED = {
         settings({"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}),
         "budgeted heads; use transformers",
     ),
-    "reform": (settings({"reform": {}}), "REFORM; use transformers"),
     "connector": (settings(kv_transfer_config=object()), "KV connectors"),
-    "eagle": (settings(speculative_config=SimpleNamespace(method="eagle")), "eagle is refused; use ngram"),
+    "offloading": (settings(cache={"kv_offloading_size": 1.0}), "KV offloading"),
+    "eagle": (settings(speculative_config=SimpleNamespace(method="eagle")), "eagle has not been tested; use ngram"),
     "context": (settings(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
     "pipeline": (settings(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
-    "fp8": (settings(cache={"cache_dtype": "fp8"}), "no fp8 KV cache on a CPU"),
+    "fp8": (settings(cache={"cache_dtype": "fp8"}), "fp8 KV cache .* leave out --kv-cache-dtype"),
+    "int4": (settings(cache={"cache_dtype": "int4_per_token_head"}), "int4_per_token_head KV cache"),
     "fast prefill": (
         settings(cache={"kv_sharing_fast_prefill": True}),
         "fast-prefill has not been tested; leave it out",
@@ -81,17 +91,85 @@ REFUSED = {
         ),
         "without --tp-uneven",
     ),
+    "learned sinks": (
+        settings(
+            {"layers": [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}] * 2}, architecture="GptOssForCausalLM"
+        ),
+        "use --tensor-parallel-size 2",
+    ),
     "bidirectional images": (settings(text=BIDIRECTIONAL), "in both directions .* --language-model-only"),
     "version": (settings({"version": 99}), "version 99 is unknown"),
 }
 
 
+@pytest.fixture(autouse=True)
+def _plugin() -> None:
+    load_general_plugins()  # once in a process
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged as a warning."""
+    found = []
+    monkeypatch.setattr(limits.logger, "warning", lambda line, *values: found.append(line % values))
+    return found
+
+
+def start(config: Any) -> None:
+    """What vLLM does first with the config of a user's command."""
+    limits.config_class(VerifyAndUpdateConfig).verify_and_update_config(config)
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals_say_what_to_do(case: str) -> None:
+def test_refusals_say_what_to_do_before_anything_is_started(case: str) -> None:
     config, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as refusal:
-        checked_layout(config)
+    with pytest.raises(ServingError, match=message) as refusal:
+        start(config)
     assert "\n" not in str(refusal.value)
+    assert not isinstance(refusal.value, ValueError)  # which vLLM would print in several lines
+
+
+WITH_SETTINGS = {
+    "connector": ({"kv_offloading_size": 1.0}, "KV offloading"),
+    "processes": ({"tensor_parallel_size": 2}, "convert with --tp 2"),
+    "dtype": ({"kv_cache_dtype": "fp8"}, "leave out --kv-cache-dtype"),
+    "scales": ({}, "remove these from quantization_config"),
+}
+
+
+@pytest.mark.parametrize("case", WITH_SETTINGS)
+def test_vllms_own_config_passes_refusals_on(case: str, tmp_path: Path) -> None:
+    options, message = WITH_SETTINGS[case]
+    folder = converted("llama", tmp_path).folder
+    if case == "scales":
+        config = json.loads((folder / "config.json").read_text())
+        scheme = {"num_bits": 8, "type": "float"}
+        groups = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": groups}))
+    with pytest.raises(ServingError, match=message), engine(folder, **options):
+        pass
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int4_per_token_head", "nvfp4"])
+def test_no_cache_is_quantized_for_streaming_heads_on_a_gpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with pytest.raises(ServingError, match=f"{dtype} KV cache"):
+        start(settings(cache={"cache_dtype": dtype}))
+    full = {"layers": [{"blocks": [[4, 0]], "sink": 4, "recent": 8}] * 2}
+    start(settings(full, cache={"cache_dtype": dtype}))
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *DENSE])
+def test_what_is_not_converted_is_left_to_vllm(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = MODELS_CONFIG_MAP[architecture]
+    (base,) = checked.__bases__
+    seen = []
+    monkeypatch.setattr(base, "verify_and_update_config", staticmethod(seen.append))
+    plain = settings(cache={"cache_dtype": "fp8"}, architecture=architecture)
+    del plain.model_config.hf_config.kv_surgery
+    checked.verify_and_update_config(plain)
+    assert seen == [plain]
+    assert checked.verify_and_update_model_config == base.verify_and_update_model_config
 
 
 def test_each_process_has_its_part_of_the_heads() -> None:
@@ -111,27 +189,23 @@ def test_learned_sinks_are_served_where_full_heads_lie_together() -> None:
     full, streaming = learned_sinks(stock, LayerLayout(((1, 3),), 4, 8))
     stock.impl.sinks += 1  # weights load later
     assert (full["sinks"].tolist(), streaming["sinks"].tolist()) == ([1, 2], [3, 4, 5, 6, 7, 8])
-    with pytest.raises(ValueError, match="use --tensor-parallel-size 2"):
-        learned_sinks(stock, LayerLayout(((1, 1), (1, 1)), 4, 8))
 
 
-def test_a_quantized_cache_is_announced_as_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvsurgery.vllm import limits
+@pytest.mark.parametrize(
+    ("section", "word"), [({"quantization": TILES}, "quantized cache"), ({"reform": {}}, "REFORM")]
+)
+def test_what_is_left_out_is_said_once_in_the_words_of_convert(
+    section: dict[str, Any], word: str, lines: list[str]
+) -> None:
+    config = settings(section)
+    start(config)
+    (line,) = serving_limits(vars(config.model_config.hf_config))
+    assert lines == [f"kvsurgery: {line}"]
+    assert word in line
 
-    lines = []
-    monkeypatch.setattr(limits.logger, "warning_once", lambda line, *values: lines.append(line % values))
-    checked_layout(settings({"quantization": TILES}))
-    assert len(lines) == 1
-    assert "quantized KV cache" in lines[0]
-    assert "--kv-cache-dtype" in lines[0]
 
-
-def test_adapters_are_served_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvsurgery.vllm import limits
-
-    lines = []
-    monkeypatch.setattr(limits.logger, "warning_once", lambda line, *values: lines.append(line % values))
-    checked_layout(settings(lora_config=object()))
+def test_adapters_are_served_with_a_warning(lines: list[str]) -> None:
+    start(settings(lora_config=object()))
     assert len(lines) == 1
     assert "convert --adapter" in lines[0]
 
