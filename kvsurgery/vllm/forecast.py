@@ -11,6 +11,7 @@ from kvsurgery.checkpoint.quantization import KEY
 from kvsurgery.heads.lengths import lengths_of
 from kvsurgery.templates.kv_layout import KVLayout, setting
 from kvsurgery.vllm import ARCHITECTURES
+from kvsurgery.vllm.budgeted import BudgetedGroups
 from kvsurgery.vllm.groups import Groups
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU
@@ -25,7 +26,7 @@ class Forecast:
     Attributes:
         processes: of tensor parallelism.
         kv_bytes, dense_bytes: of the converted and of the original model.
-        token_bytes, dense_token_bytes: what each more token takes.
+        token_bytes, dense_token_bytes: what each more token of a prompt takes.
         text_only: whether images and video are refused.
     """
 
@@ -42,10 +43,11 @@ class Forecast:
         """For the heads of one process, in blocks of `block` tokens, with elements of `itemsize` bytes."""
         kv_itemsize = 2 * itemsize
         padded_tokens = -(-tokens // block) * block
+        groups = BudgetedGroups(part) if any(layer.budgets for layer in part.layers) else Groups(part)
         return cls(
             tokens,
             processes,
-            Groups(part).sequence_bytes(tokens, block, itemsize),
+            groups.sequence_bytes(tokens, block, itemsize),
             part.dense_bytes(1, padded_tokens, itemsize=itemsize),
             sum(layer.full * (layer.head_dim or part.head_dim) for layer in part.layers) * kv_itemsize,
             sum(layer.heads * (layer.head_dim or part.head_dim) for layer in part.layers if not layer.native)
@@ -114,6 +116,11 @@ def ignored(config: Any) -> Iterator[str]:
             "vLLM reads prompts without REFORM, and refuses those beyond the model's context; use transformers with "
             "trust_remote_code=True for these"
         )
+    if any(layer.get("budgets") for layer in section["layers"]):
+        yield (
+            "vLLM serves budgeted heads on a CPU in one process, and without its prefix cache; each step of a beam is "
+            "a new prompt to it, so heads select again there"
+        )
 
 
 def has_bidirectional_images(config: Any) -> bool:
@@ -136,7 +143,7 @@ def servable_layout(config: Any) -> KVLayout:
                 "with it; use transformers with trust_remote_code=True"
             )
     if any(layer.budgets for layer in layout.layers):
-        raise ValueError(f"vLLM cannot serve budgeted heads; {ELSEWHERE}")
+        _check_budgets(layout)
     weights = setting(config, KEY)
     if isinstance(weights, Mapping) and (weights.get("kv_cache_scheme") or weights.get("kv_cache_quant_algo")):
         raise ValueError(
@@ -144,3 +151,22 @@ def servable_layout(config: Any) -> KVLayout:
             "of the original, or use transformers with trust_remote_code=True"
         )
     return layout
+
+
+def _check_budgets(layout: KVLayout) -> None:
+    """Raise ValueError where the plugin cannot serve budgeted heads."""
+    selections = [layer.selection for layer in layout.layers if layer.selection]
+    if any(selection.hold for selection in selections):
+        raise ValueError(
+            "vLLM cannot serve budgets that hold after the prompt: a later token has the slot of its position, and a "
+            f"later selection would move tokens out of theirs; convert without `budgeted.hold`, {ELSEWHERE}"
+        )
+    if layout.quantization:
+        raise ValueError(
+            "vLLM cannot serve budgeted heads with a quantized cache; convert without `cache.bits`, " + ELSEWHERE
+        )
+    if any(layer.source is not None or layer.native or not layer.heads for layer in layout.attended):
+        raise ValueError(
+            "vLLM serves budgeted heads only where no layer has a sliding window, linear attention or the KV cache of "
+            f"another layer; {ELSEWHERE}"
+        )

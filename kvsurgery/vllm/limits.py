@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm import DENSE
-from kvsurgery.vllm.forecast import has_bidirectional_images, ignored, servable_layout
+from kvsurgery.vllm.forecast import ELSEWHERE, has_bidirectional_images, ignored, servable_layout
 
 logger = init_logger("vllm.kvsurgery")
 
@@ -56,7 +56,9 @@ def check(vllm_config: Any) -> None:
             *config.architectures,
         )
         return
-    checked_layout(vllm_config)
+    layout = checked_layout(vllm_config)
+    if any(layer.budgets for layer in layout.layers):
+        vllm_config.cache_config.enable_prefix_caching = False  # heads move tokens, in blocks that others would share
     for line in ignored(config):
         logger.warning("kvsurgery: %s", line)
     if vllm_config.lora_config is not None:
@@ -106,11 +108,28 @@ def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
         raise ServingError(f"pipeline parallelism has not been tested; use tensor parallelism, {ORIGINAL}")
     if cache.kv_sharing_fast_prefill:
         raise ServingError(f"--kv-sharing-fast-prefill has not been tested; leave it out, {ORIGINAL}")
+    if any(layer.budgets for layer in layout.layers):
+        _check_budget_settings(vllm_config)
     windowed = any(layer.streaming and not layer.native for layer in layout.layers)
     if cache.cache_dtype not in WHOLE_CACHE and (windowed or current_platform.is_cpu()):
         raise ServingError(
             f"a {cache.cache_dtype} KV cache has not been shown right for streaming heads; leave out "
             f"--kv-cache-dtype, {ORIGINAL}"
+        )
+
+
+def _check_budget_settings(vllm_config: Any) -> None:
+    """Raise ServingError for a feature of vLLM that has not been made to work with budgeted heads."""
+    if not current_platform.is_cpu():
+        raise ServingError(f"budgeted heads have no kernel for vLLM's pages on a GPU; {ELSEWHERE}")
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise ServingError(f"budgeted heads are served by one process; leave out --tensor-parallel-size, {ORIGINAL}")
+    if vllm_config.speculative_config is not None:
+        raise ServingError(f"speculative decoding has not been tested with budgeted heads; leave it out, {ORIGINAL}")
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ServingError(
+            "budgeted heads need vLLM's hybrid KV cache manager; leave out --disable-hybrid-kv-cache-manager, "
+            + ORIGINAL
         )
 
 

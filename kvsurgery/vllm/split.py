@@ -11,6 +11,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
+from kvsurgery.vllm.budgeted import Bin, BudgetedGroups
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups
 from kvsurgery.vllm.limits import logger
@@ -49,12 +50,12 @@ class StreamingAttention(Attention):
 
 
 class SplitAttention(nn.Module):
-    """What `Attention` does for a layer, as two attentions over its full and its streaming heads."""
+    """What `Attention` does for a layer, as two attentions over its full and its streaming or budgeted heads."""
 
     order: torch.Tensor
     original_order: torch.Tensor
 
-    def __init__(self, full: Attention | None, streaming: StreamingAttention | None, layer: LayerLayout) -> None:
+    def __init__(self, full: Attention | None, streaming: nn.Module | None, layer: LayerLayout) -> None:
         super().__init__()
         self.full, self.streaming = full, streaming
         self.heads, self.cut = layer.heads, layer.full
@@ -100,6 +101,7 @@ class SplitAttention(nn.Module):
 def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> None:
     """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
     groups = Groups(layout)
+    budgeted = BudgetedGroups(layout)
     attentions: list[tuple[nn.Module, str, Attention]] = [
         (parent, name, child)
         for parent in model.modules()
@@ -123,8 +125,9 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
             if isinstance(attention, ChunkedLocalAttention):
                 _give_bin(attention, groups.native[index])
             continue
-        cache = {"window": groups.window(layer), "bin": groups.streaming[index]}
-        setattr(parent, name, _split(attention, layer, cache, vllm_config))
+        cache = {"window": groups.window(layer), "bin": groups.streaming[index]} if layer.streaming else {}
+        bins = [budgeted.bins[index, head] for head in range(len(layer.budgets))]
+        setattr(parent, name, _split(attention, layer, cache, bins, vllm_config))
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if split_modules:
         _announce(split_modules, layout, vllm_config)
@@ -143,16 +146,16 @@ def _give_bin(attention: ChunkedLocalAttention, bin: int) -> None:
 
 def _announce(split_modules: list[SplitAttention], layout: KVLayout, vllm_config: Any) -> None:
     """Log the heads of this process and the memory that they take, beside that of the original model."""
-    attention: Attention = next(split_modules[0].children())
-    dtype = attention.kv_cache_torch_dtype
+    dtype = next(module.kv_cache_torch_dtype for module in split_modules[0].modules() if isinstance(module, Attention))
     size = vllm_config.cache_config.block_size or BLOCK
     limit = vllm_config.model_config.max_model_len
     longest = Forecast.of(layout, limit, block=size, itemsize=dtype.itemsize)
     logger.info(
-        "kvsurgery: %d full and %d streaming KV heads in this process; KV cache of a token %.1f KiB (dense %.1f), of "
+        "kvsurgery: %d full and %d %s KV heads in this process; KV cache of a token %.1f KiB (dense %.1f), of "
         "%s tokens %.2f GiB (dense %.2f); such sequences in a GiB: %.1f (dense %.1f)",
         sum(module.cut for module in split_modules),
         sum(module.heads - module.cut for module in split_modules),
+        "budgeted" if any(layer.budgets for layer in layout.layers) else "streaming",
         longest.token_bytes / 2**10,
         longest.dense_token_bytes / 2**10,
         f"{limit:,}",
@@ -171,7 +174,9 @@ def _announce(split_modules: list[SplitAttention], layout: KVLayout, vllm_config
         )
 
 
-def _split(attention: Attention, layer: LayerLayout, cache: dict[str, int], vllm_config: Any) -> SplitAttention:
+def _split(
+    attention: Attention, layer: LayerLayout, cache: dict[str, int], bins: list[Bin], vllm_config: Any
+) -> SplitAttention:
     """Two attentions in the place of a stock one, with its settings."""
     group = attention.num_heads // attention.num_kv_heads
     settings = {
@@ -208,6 +213,10 @@ def _split(attention: Attention, layer: LayerLayout, cache: dict[str, int], vllm
             **streaming_sinks,
             **settings,
         )
+    if layer.budgets:
+        from kvsurgery.vllm.budgeted_attention import BudgetedHeads
+
+        return SplitAttention(full, BudgetedHeads(attention, layer, bins, streaming_sinks, settings), layer)
     return SplitAttention(full, streaming, layer)
 
 

@@ -25,6 +25,8 @@ from kvsurgery.vllm.limits import checked_layout
 from tests.vllm.serving import converted, engine
 
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
+BUDGETS = {"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}
+NATIVE = {"blocks": [[0, 4]], "sink": 0, "recent": 8, "native": True}
 TILES = asdict(Quantization(4))
 BIDIRECTIONAL = {"use_bidirectional_attention": "vision"}
 
@@ -45,7 +47,12 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
     images = SimpleNamespace(language_model_only=changes.pop("language_model_only", False))
     sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
     parallel = {f"{kind}_parallel_size": 1 for kind in sizes}
-    cache = {"cache_dtype": "auto", "kv_sharing_fast_prefill": False, "kv_offloading_size": None}
+    cache = {
+        "enable_prefix_caching": True,
+        "cache_dtype": "auto",
+        "kv_sharing_fast_prefill": False,
+        "kv_offloading_size": None,
+    }
     parts = {
         "model_config": SimpleNamespace(hf_config=config, multimodal_config=images),
         "parallel_config": SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
@@ -69,8 +76,25 @@ REFUSED = {
     "scales of the KV cache": (with_kv_scales("kv_cache_scheme"), "scales that split heads do not have"),
     "ModelOpt's scales": (with_kv_scales("kv_cache_quant_algo"), "scales that split heads do not have"),
     "budgets": (
-        settings({"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}),
-        "budgeted heads; use transformers",
+        settings(BUDGETS, parallel={"tensor_parallel_size": 2}),
+        "leave out --tensor-parallel-size",
+    ),
+    "budgets that hold": (
+        settings({**BUDGETS, "selection": {**SELECTION, "hold": 4}}),
+        "hold after the prompt: .* convert without .* use transformers",
+    ),
+    "quantized budgets": (settings({**BUDGETS, "quantization": TILES}), "quantized cache; convert without"),
+    "budgets beside windows": (
+        settings({**BUDGETS, "layers": [*BUDGETS["layers"][:1], NATIVE]}),
+        "no layer has a sliding window",
+    ),
+    "budgets and n-grams": (
+        settings(BUDGETS, speculative_config=SimpleNamespace(method="ngram")),
+        "speculative decoding .* leave it out",
+    ),
+    "budgets without the hybrid manager": (
+        settings(BUDGETS, scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True)),
+        "leave out --disable-hybrid-kv-cache-manager",
     ),
     "connector": (settings(kv_transfer_config=object()), "KV connectors"),
     "offloading": (settings(cache={"kv_offloading_size": 1.0}), "KV offloading"),
@@ -159,6 +183,19 @@ def test_no_cache_is_quantized_for_streaming_heads_on_a_gpu(dtype: str, monkeypa
     start(settings(full, cache={"cache_dtype": dtype}))
 
 
+def test_budgeted_heads_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with pytest.raises(ServingError, match=r"no kernel .* on a GPU; use transformers"):
+        start(settings(BUDGETS))
+
+
+@pytest.mark.parametrize(("section", "cached"), [({}, True), (BUDGETS, False)], ids=["streaming", "budgets"])
+def test_blocks_that_budgeted_heads_overwrite_are_not_shared(section: dict[str, Any], cached: bool) -> None:
+    config = settings(section)
+    start(config)
+    assert config.cache_config.enable_prefix_caching == cached
+
+
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *DENSE])
 def test_what_is_not_converted_is_left_to_vllm(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = MODELS_CONFIG_MAP[architecture]
@@ -192,7 +229,8 @@ def test_learned_sinks_are_served_where_full_heads_lie_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "word"), [({"quantization": TILES}, "quantized cache"), ({"reform": {}}, "REFORM")]
+    ("section", "word"),
+    [({"quantization": TILES}, "quantized cache"), ({"reform": {}}, "REFORM"), (BUDGETS, "select again")],
 )
 def test_what_is_left_out_is_said_once_in_the_words_of_convert(
     section: dict[str, Any], word: str, lines: list[str]

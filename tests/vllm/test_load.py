@@ -7,16 +7,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm import SamplingParams
 
-from tests.vllm.serving import assert_equal, converted, engine, preemptions, prompts, reference
+from tests.vllm.serving import BUDGETED, assert_equal, converted, engine, preemptions, prompts, reference
 
 REQUESTS, NEW, BLOCKS = int(os.environ.get("LOAD_REQUESTS", "100")), 24, 40
 LATEST = 20  # requests, of which one is cancelled at times
 
 
-def test_no_block_is_lost_and_no_token_is_wrong(tmp_path: Path) -> None:
-    checkpoint = converted("llama", tmp_path)
+@pytest.mark.parametrize("options", [{}, BUDGETED], ids=["streaming", "budgeted"])
+def test_no_block_is_lost_and_no_token_is_wrong(tmp_path: Path, options: dict[str, Any]) -> None:
+    checkpoint = converted("llama", tmp_path, **options)
     draw = random.Random(0)
     rows = prompts(lengths=(3, 31, 33, 64, 65, 100, 170, 260, 330))
     wanted = reference(checkpoint.model, rows, NEW)
