@@ -111,3 +111,7 @@ def short(value: object) -> str:
 def cut(text: str) -> str:
     """The beginning of a text, in at most 60 characters."""
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+class ServingError(KVSurgeryError):
+    """vLLM cannot serve a checkpoint, or not with these settings. No ValueError, of which vLLM makes several lines."""

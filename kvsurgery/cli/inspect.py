@@ -130,16 +130,14 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     lines.append(f"{counts[FULL]} KV heads full{others_text}; full heads per layer: {' '.join(per_layer)}")
     if surgery.hold:
         lines.append(describe_hold(**surgery.hold, scheme=quantized["scheme"] if quantized else None))
-    if refusal := surgery.vllm.get("refusal"):
-        lines.append(refusal)
-    else:
+    if not surgery.vllm.get("refusal"):
         kv_size = console.size(surgery.vllm["kv_bytes"])
         dense_size = console.size(surgery.vllm["dense_bytes"])
         longest = length_name(surgery.kv_bytes[-1]["tokens"])
-        unquantized = "does not quantize the cache, and " * bool(quantized)
         per_process = " in each process" if surgery.vllm["processes"] > 1 else ""
         lines.append(
-            f"vLLM {unquantized}holds {kv_size} for {longest} tokens{per_process} in 16 bit, {dense_size} for the "
+            f"vLLM holds {kv_size} for {longest} tokens{per_process} in 16 bit, {dense_size} for the "
             f"original: {surgery.vllm['command']}"
         )
+    lines += surgery.vllm["limits"]
     console.stdout.print("\n".join(lines))

@@ -27,7 +27,7 @@ from kvsurgery.heads.section import quantization_section
 from kvsurgery.system.repo_id import cached_origin, checkpoint_folder
 from kvsurgery.templates.kv_layout import KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
-from kvsurgery.vllm.forecast import forecast_or_refusal
+from kvsurgery.vllm.forecast import forecast_or_refusal, serving_limits
 
 # keys of converted or quantized checkpoints, for which `Model.of` refuses a config
 NOT_STOCK = ("kv_surgery", "auto_map", "quantization_config")
@@ -57,6 +57,7 @@ class Surgery:
         replicated: whether transformers gives each of them all heads.
         vllm: the `command` that serves the folder with vLLM over a number of `processes`, and the bytes of the KV
             cache in each, at this maximum: `kv_bytes`, and `dense_bytes` of the original model; or else a `refusal`.
+            `limits` are lines that say what vLLM does not do.
         base_model, base_revision: what was converted.
         options: how the heads were decided.
         tool: version that did it.
@@ -299,9 +300,11 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any], replicated: boo
 
 def _serving(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     prediction = forecast_or_refusal(config)
+    limits = serving_limits(config)
     if isinstance(prediction, str):
-        return {"refusal": prediction}
+        return {"refusal": prediction, "limits": limits}
     return {
+        "limits": limits,
         "command": prediction.command(name),
         "processes": prediction.processes,
         "kv_bytes": prediction.kv_bytes,

@@ -11,12 +11,9 @@ from kvsurgery.vllm.architectures import ARCHITECTURES, DENSE, stock
 
 OLDEST, NEWEST = (0, 30), (0, 33)  # vLLM's cache planner and cache managers as this plugin extends them
 
-# where vLLM runs classes of transformers, a subclass would not be one of these
-TRANSFORMERS = "vllm.model_executor.models.transformers"
-
 
 def register() -> None:
-    """Register a model class for each architecture of the converter, which serves other checkpoints as before.
+    """Register a model class and a check of its config for each architecture, which serve other checkpoints as before.
 
     On a version of vLLM that is not supported, nothing is registered: every checkpoint is served by the stock class.
     """
@@ -30,13 +27,18 @@ def register() -> None:
             *(".".join(map(str, version)) for version in (OLDEST, NEWEST)),
         )
         return
-    from kvsurgery.vllm.models import checking_first
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-    checking_first(ARCHITECTURES)
+    from kvsurgery.vllm.limits import config_class
+
     for architecture in (*ARCHITECTURES, *DENSE):
+        checked = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+        if not checked.__module__.startswith(__name__):
+            MODELS_CONFIG_MAP[architecture] = config_class(checked)
+    for architecture in ARCHITECTURES:
         registered = vllm.ModelRegistry.models.get(architecture)
         module = getattr(registered, "module_name", __name__)
-        if not module.startswith((__name__, TRANSFORMERS)):
+        if not module.startswith(__name__):
             stock[architecture] = module, registered.class_name
             vllm.ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,12 @@ from kvsurgery.checkpoint.quantization import KEY
 from kvsurgery.heads.lengths import lengths_of
 from kvsurgery.templates.kv_layout import KVLayout, setting
 from kvsurgery.vllm.architectures import ARCHITECTURES
+from kvsurgery.vllm.budgeted import BudgetedGroups
 from kvsurgery.vllm.groups import Groups
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU
-NO_REFORM = (
-    "vLLM reads prompts within the context whole, and refuses longer ones, which REFORM reads in transformers with "
-    "trust_remote_code=True"
-)
+# what serves a checkpoint that the plugin refuses
+ELSEWHERE = "use transformers with trust_remote_code=True, or serve it with the original's cache by VLLM_PLUGINS=none"
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Forecast:
     Attributes:
         processes: of tensor parallelism.
         kv_bytes, dense_bytes: of the converted and of the original model.
-        token_bytes, dense_token_bytes: what each more token takes.
+        token_bytes, dense_token_bytes: what each more token of a prompt takes.
         text_only: whether images and video are refused.
     """
 
@@ -40,7 +39,7 @@ class Forecast:
     text_only: bool = False
 
     @classmethod
-    def of(cls, groups: Groups, tokens: int, processes: int = 1) -> Forecast:
+    def of(cls, groups: Groups | BudgetedGroups, tokens: int, processes: int = 1) -> Forecast:
         """For the cache groups of one process."""
         part, block, itemsize = groups.layout, groups.tokens, groups.itemsize
         kv_itemsize = 2 * itemsize
@@ -62,6 +61,12 @@ class Forecast:
         return f"vllm serve {shlex.quote(folder)}{parallel}{text}"
 
 
+def groups_of(part: KVLayout, tokens: int, itemsize: int = 2) -> Groups | BudgetedGroups:
+    """The cache groups of the heads of one process in 16 bit, in blocks of so many tokens."""
+    kind = BudgetedGroups if any(layer.budgets for layer in part.layers) else Groups
+    return kind(part, tokens, itemsize)
+
+
 def forecast(config: Any) -> Forecast:
     """The forecast for a converted config at the model's own maximum.
 
@@ -74,7 +79,8 @@ def forecast(config: Any) -> Forecast:
     for processes in reversed(layout.processes):
         first, *others = layout.parts(processes)
         if all(other == first for other in others):
-            prediction = Forecast.of(Groups(first, BLOCK), lengths_of(config)[-1], processes)
+            groups = groups_of(first, BLOCK)
+            prediction = Forecast.of(groups, lengths_of(config)[-1], processes)
             return replace(prediction, text_only=has_bidirectional_images(config))
     raise AssertionError("one process holds all heads")
 
@@ -92,14 +98,8 @@ def serving_limits(config: Any) -> tuple[str, ...]:
     prediction = forecast_or_refusal(config)
     if isinstance(prediction, str):
         return (prediction,)
-    layout, limits = KVLayout.from_config(config), []
-    if layout.quantization:
-        limits.append(
-            "vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit; use transformers with "
-            "trust_remote_code=True to save these bytes"
-        )
-    if "reform" in setting(config, "kv_surgery"):
-        limits.append(NO_REFORM)
+    layout = KVLayout.from_config(config)
+    limits = [*ignored(config)]
     if prediction.processes < max(layout.processes):
         limits.append(
             f"vLLM serves this over {prediction.processes} of {max(layout.processes)} processes, as it needs equal "
@@ -108,6 +108,26 @@ def serving_limits(config: Any) -> tuple[str, ...]:
     if prediction.text_only:
         limits.append("vLLM serves text alone, as tokens of an image see each other in both directions in this model")
     return tuple(limits)
+
+
+def ignored(config: Any, codes: bool = False) -> Iterator[str]:
+    """What vLLM leaves out of a converted config that it serves, a line each; `codes` are in its pages on a CPU."""
+    section: Mapping[str, Any] = setting(config, "kv_surgery")
+    if section.get("quantization") and not codes:
+        yield (
+            "vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit, but for most models on a CPU; use "
+            "transformers with trust_remote_code=True to save these bytes"
+        )
+    if "reform" in section:
+        yield (
+            "vLLM reads prompts without REFORM, and refuses those beyond the model's context; use transformers with "
+            "trust_remote_code=True for these"
+        )
+    if any(layer.get("budgets") for layer in section["layers"]):
+        yield (
+            "vLLM serves budgeted heads on a CPU in one process, and without its prefix cache; each step of a beam is "
+            "a new prompt to it, so heads select again there"
+        )
 
 
 def has_bidirectional_images(config: Any) -> bool:
@@ -130,7 +150,7 @@ def servable_layout(config: Any) -> KVLayout:
                 "with it; use transformers with trust_remote_code=True"
             )
     if any(layer.budgets for layer in layout.layers):
-        raise ValueError("vLLM cannot serve budgeted heads; use transformers with trust_remote_code=True")
+        _check_budgets(layout)
     weights = setting(config, KEY)
     if isinstance(weights, Mapping) and (weights.get("kv_cache_scheme") or weights.get("kv_cache_quant_algo")):
         raise ValueError(
@@ -138,3 +158,22 @@ def servable_layout(config: Any) -> KVLayout:
             "of the original, or use transformers with trust_remote_code=True"
         )
     return layout
+
+
+def _check_budgets(layout: KVLayout) -> None:
+    """Raise ValueError where the plugin cannot serve budgeted heads."""
+    selections = [layer.selection for layer in layout.layers if layer.selection]
+    if any(selection.hold for selection in selections):
+        raise ValueError(
+            "vLLM cannot serve budgets that hold after the prompt: a later token has the slot of its position, and a "
+            f"later selection would move tokens out of theirs; convert without `budgeted.hold`, {ELSEWHERE}"
+        )
+    if layout.quantization:
+        raise ValueError(
+            "vLLM cannot serve budgeted heads with a quantized cache; convert without `cache.bits`, " + ELSEWHERE
+        )
+    if any(layer.source is not None or layer.native or not layer.heads for layer in layout.attended):
+        raise ValueError(
+            "vLLM serves budgeted heads only where no layer has a sliding window, linear attention or the KV cache of "
+            f"another layer; {ELSEWHERE}"
+        )

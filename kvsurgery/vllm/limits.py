@@ -1,4 +1,4 @@
-"""Which converted checkpoints and settings vLLM can serve; the others are refused before anything is loaded."""
+"""Which converted checkpoints and settings vLLM can serve; the others are refused before the weights load."""
 
 from __future__ import annotations
 
@@ -7,102 +7,148 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_layout import KVLayout
-from kvsurgery.vllm.forecast import NO_REFORM, has_bidirectional_images, servable_layout
+from kvsurgery.vllm.architectures import DENSE
+from kvsurgery.vllm.forecast import ELSEWHERE, has_bidirectional_images, ignored, servable_layout
 from kvsurgery.vllm.quantized import in_pages
 
 logger = init_logger("vllm.kvsurgery")
 
 WHOLE_CACHE = ("auto", "float16", "bfloat16", "float32")
+LEARNED_SINKS = "GptOssForCausalLM"
+ORIGINAL = "or serve the original's cache with VLLM_PLUGINS=none"
 
 
-class Refused(Exception):
-    """A checkpoint or a setting that cannot be served; the message says what to do.
+def config_class(base: type) -> type:
+    """A subclass of what vLLM does with the config of an architecture, which checks converted checkpoints.
 
-    No ValueError: where vLLM checks its config, these end in several lines of their own.
+    vLLM calls it in the process that a user starts, before any other.
     """
 
+    class Checked(base):  # ty: ignore[unsupported-base]  # which is known at run time
+        @classmethod
+        def verify_and_update_config(cls, vllm_config: Any) -> None:
+            super().verify_and_update_config(vllm_config)
+            if is_converted(vllm_config):
+                check(vllm_config)
 
-def check(vllm_config: Any) -> KVLayout:
-    """The heads of one process of tensor parallelism, which are the same in every process.
+    Checked.__name__ = Checked.__qualname__ = base.__name__
+    Checked.__doc__ = base.__doc__
+    return Checked
+
+
+def is_converted(vllm_config: Any) -> bool:
+    """Whether this is the config of a converted checkpoint."""
+    return getattr(vllm_config.model_config.hf_config, "kv_surgery", None) is not None
+
+
+def check(vllm_config: Any) -> None:
+    """Refuse what cannot be served, and warn about what is served otherwise than a user may expect.
 
     Raises:
-        Refused: the checkpoint or a setting cannot be served.
+        ServingError: the checkpoint or a setting cannot be served; the message says what to do.
     """
-    try:
-        layout = servable_layout(vllm_config.model_config.hf_config)
-    except ValueError as error:
-        raise Refused(
-            f"kvsurgery: {error}; or serve it with VLLM_PLUGINS=none, and a KV cache of the original's size"
-        ) from error
-    _check_settings(vllm_config, layout)
-    return _one_process(layout, vllm_config.parallel_config.tensor_parallel_size)
-
-
-def checked_layout(vllm_config: Any) -> KVLayout:
-    """The same, after warnings of what vLLM does otherwise than transformers.
-
-    Raises:
-        Refused: the checkpoint or a setting cannot be served.
-    """
-    layout = check(vllm_config)
-    if layout.quantization and not in_pages(layout, vllm_config):
-        logger.warning_once(
-            "kvsurgery: the quantized KV cache of this checkpoint is for transformers; vLLM stores keys and values in "
-            "the dtype of --kv-cache-dtype, here %s",
-            vllm_config.cache_config.cache_dtype,
+    config = vllm_config.model_config.hf_config
+    if {*(config.architectures or ())} & {*DENSE}:
+        logger.warning(
+            "kvsurgery: the plugin does not know %s: this checkpoint is served with the original's tokens and a KV "
+            "cache of the original's size; it saves memory in transformers, with trust_remote_code=True",
+            *config.architectures,
         )
-    if "reform" in vllm_config.model_config.hf_config.kv_surgery:
-        logger.warning_once("kvsurgery: %s", NO_REFORM)
+        return
+    layout = checked_layout(vllm_config)
+    if any(layer.budgets for layer in layout.layers):
+        vllm_config.cache_config.enable_prefix_caching = False  # heads move tokens, in blocks that others would share
+    for line in ignored(config, codes=in_pages(layout, vllm_config)):
+        logger.warning("kvsurgery: %s", line)
     if vllm_config.lora_config is not None:
-        logger.warning_once(
+        logger.warning(
             "kvsurgery: only LoRA adapters with this checkpoint's order of heads give right answers: those trained on "
             "it, and those that `kvsurgery convert --adapter ADAPTER --for CHECKPOINT` makes. vLLM does not tell them "
             "from the original's"
         )
+
+
+def checked_layout(vllm_config: Any) -> KVLayout:
+    """The heads of one process of tensor parallelism, which are the same in every process.
+
+    Raises:
+        ServingError: the checkpoint or a setting cannot be served; the message says what to do.
+    """
+    try:
+        layout = servable_layout(vllm_config.model_config.hf_config)
+    except ValueError as error:
+        raise ServingError(str(error)) from error
+    _check_settings(vllm_config, layout)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         logger.warning_once(
             "kvsurgery: without vLLM's hybrid KV cache manager streaming heads compute what they should, but nothing "
             "of their KV cache is freed"
         )
-    return layout
+    return _one_process(layout, vllm_config)
 
 
 def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
-    """Raise Refused for a feature of vLLM that has not been made to work with streaming heads."""
+    """Raise ServingError for a feature of vLLM that has not been made to work with these heads."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None):
-        raise Refused("kvsurgery: KV connectors and KV offloading do not know sink tokens; leave them off")
+    if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
+        raise ServingError(f"KV connectors and KV offloading do not know sink tokens; leave them off, {ORIGINAL}")
     model = vllm_config.model_config
     if has_bidirectional_images(model.hf_config) and not model.multimodal_config.language_model_only:
-        raise Refused(
-            "kvsurgery: tokens of an image see each other in both directions in this model, and the KV cache of a "
-            "converted checkpoint cannot do that; serve text with --language-model-only"
+        raise ServingError(
+            "tokens of an image see each other in both directions in this model, and the KV cache of a converted "
+            f"checkpoint cannot do that; serve text with --language-model-only, {ORIGINAL}"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":
-        raise Refused(f"kvsurgery: speculative decoding by {speculative.method} is refused; use ngram")
-    if max(parallel.decode_context_parallel_size or 1, parallel.prefill_context_parallel_size or 1) > 1:
-        raise Refused("kvsurgery: context parallelism does not know streaming heads; use tensor parallelism")
+        raise ServingError(f"speculative decoding by {speculative.method} has not been tested; use ngram, {ORIGINAL}")
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        raise ServingError(f"context parallelism does not know streaming heads; use tensor parallelism, {ORIGINAL}")
     if parallel.pipeline_parallel_size > 1:
-        raise Refused("kvsurgery: pipeline parallelism has not been tested; use tensor parallelism")
+        raise ServingError(f"pipeline parallelism has not been tested; use tensor parallelism, {ORIGINAL}")
     if cache.kv_sharing_fast_prefill:
-        raise Refused("kvsurgery: --kv-sharing-fast-prefill has not been tested; leave it out")
-    streams = any(layer.streaming and not layer.native for layer in layout.layers)
-    if cache.cache_dtype not in WHOLE_CACHE and (streams or current_platform.is_cpu()):
-        raise Refused(
-            f"kvsurgery: a {cache.cache_dtype} KV cache has not been shown to keep the windows of streaming heads; "
-            "leave out --kv-cache-dtype"
+        raise ServingError(f"--kv-sharing-fast-prefill has not been tested; leave it out, {ORIGINAL}")
+    if any(layer.budgets for layer in layout.layers):
+        _check_budget_settings(vllm_config)
+    windowed = any(layer.streaming and not layer.native for layer in layout.layers)
+    if cache.cache_dtype not in WHOLE_CACHE and (windowed or current_platform.is_cpu()):
+        raise ServingError(
+            f"a {cache.cache_dtype} KV cache has not been shown right for streaming heads; leave out "
+            f"--kv-cache-dtype, {ORIGINAL}"
         )
 
 
-def _one_process(layout: KVLayout, processes: int) -> KVLayout:
+def _check_budget_settings(vllm_config: Any) -> None:
+    """Raise ServingError for a feature of vLLM that has not been made to work with budgeted heads."""
+    if not current_platform.is_cpu():
+        raise ServingError(f"budgeted heads have no kernel for vLLM's pages on a GPU; {ELSEWHERE}")
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise ServingError(f"budgeted heads are served by one process; leave out --tensor-parallel-size, {ORIGINAL}")
+    if vllm_config.speculative_config is not None:
+        raise ServingError(f"speculative decoding has not been tested with budgeted heads; leave it out, {ORIGINAL}")
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ServingError(
+            "budgeted heads need vLLM's hybrid KV cache manager; leave out --disable-hybrid-kv-cache-manager, "
+            + ORIGINAL
+        )
+
+
+def _one_process(layout: KVLayout, vllm_config: Any) -> KVLayout:
+    processes = vllm_config.parallel_config.tensor_parallel_size
     if processes not in layout.processes:
-        raise Refused(
-            f"kvsurgery: the heads of this checkpoint are laid out for {' or '.join(map(str, layout.processes))} "
-            f"processes; convert with --tp {processes} for --tensor-parallel-size {processes}"
+        raise ServingError(
+            f"the heads of this checkpoint are laid out for {' or '.join(map(str, layout.processes))} processes; "
+            f"convert with --tp {processes} for --tensor-parallel-size {processes}"
         )
     first, *others = layout.parts(processes)
     if any(other != first for other in others):
-        raise Refused("kvsurgery: vLLM needs equal numbers of full heads in all processes; convert without --tp-uneven")
+        raise ServingError("vLLM needs equal numbers of full heads in all processes; convert without --tp-uneven")
+    architectures = vllm_config.model_config.hf_config.architectures or ()
+    if LEARNED_SINKS in architectures and any(layer.scattered for layer in first.layers):
+        count = max(layout.processes)
+        raise ServingError(
+            f"learned sinks of heads that are laid out for {count} processes cannot be served by {processes}; use "
+            f"--tensor-parallel-size {count}, or convert without --tp"
+        )
     return first

@@ -10,12 +10,14 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.models.utils import extract_layer_index
 
+from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
+from kvsurgery.vllm.budgeted import Bin, BudgetedGroups
 from kvsurgery.vllm.codes import CodesAttention, CodesWindowAttention
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups
-from kvsurgery.vllm.limits import Refused, logger
+from kvsurgery.vllm.limits import logger
 from kvsurgery.vllm.quantized import in_pages
 from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
 from kvsurgery.vllm.tiles import Tiling
@@ -56,12 +58,12 @@ class StreamingAttention(Attention):
 
 
 class SplitAttention(nn.Module):
-    """What `Attention` does for a layer, as two attentions over its full and its streaming heads."""
+    """What `Attention` does for a layer, as two attentions over its full and its streaming or budgeted heads."""
 
     order: torch.Tensor
     original_order: torch.Tensor
 
-    def __init__(self, full: Attention | None, streaming: Attention | None, layer: LayerLayout) -> None:
+    def __init__(self, full: Attention | None, streaming: nn.Module | None, layer: LayerLayout) -> None:
         super().__init__()
         self.full, self.streaming = full, streaming
         self.heads, self.cut = layer.heads, layer.full
@@ -108,6 +110,7 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
     """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
     size, itemsize = vllm_config.cache_config.block_size or BLOCK, vllm_config.model_config.dtype.itemsize
     groups = Groups(layout, size, itemsize, in_pages(layout, vllm_config))
+    budgeted = BudgetedGroups(layout, size, itemsize)
     attentions: list[tuple[nn.Module, str, Attention]] = [
         (parent, name, child)
         for parent in model.modules()
@@ -122,7 +125,7 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
         )
         # vLLM lets those of Cohere 2 see a token more
         if window not in ((layer.recent, layer.recent + 1) if layer.native else (None,)):
-            raise Refused(
+            raise ServingError(
                 f"kvsurgery: layer {index} has a window of {window} tokens in vLLM, and not in "
                 "config.json; use transformers with trust_remote_code=True"
             )
@@ -131,10 +134,11 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
             if isinstance(attention, ChunkedLocalAttention):
                 _give_bin(attention, groups.native[index])
             continue
-        setattr(parent, name, _split(attention, index, groups, vllm_config))
+        bins = [budgeted.bins[index, head] for head in range(len(layer.budgets))]
+        setattr(parent, name, _split(attention, index, groups, bins, vllm_config))
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if split_modules:
-        _announce(split_modules, groups, vllm_config)
+        _announce(split_modules, budgeted if budgeted.bins else groups, vllm_config)
 
 
 def _give_bin(attention: ChunkedLocalAttention, bin: int) -> None:
@@ -148,16 +152,17 @@ def _give_bin(attention: ChunkedLocalAttention, bin: int) -> None:
     attention.get_kv_cache_spec = get_kv_cache_spec
 
 
-def _announce(split_modules: list[SplitAttention], groups: Groups, vllm_config: Any) -> None:
+def _announce(split_modules: list[SplitAttention], groups: Groups | BudgetedGroups, vllm_config: Any) -> None:
     """Log the heads of this process and the memory that they take, beside that of the original model."""
-    attention: Attention = next(split_modules[0].children())
+    attention = next(module for module in split_modules[0].modules() if isinstance(module, Attention))
     limit = vllm_config.model_config.max_model_len
     longest = Forecast.of(replace(groups, itemsize=attention.kv_cache_torch_dtype.itemsize), limit)
     logger.info(
-        "kvsurgery: %d full and %d streaming KV heads in this process; KV cache of a token %.1f KiB (dense %.1f), of "
+        "kvsurgery: %d full and %d %s KV heads in this process; KV cache of a token %.1f KiB (dense %.1f), of "
         "%s tokens %.2f GiB (dense %.2f); such sequences in a GiB: %.1f (dense %.1f)",
         sum(module.cut for module in split_modules),
         sum(module.heads - module.cut for module in split_modules),
+        "budgeted" if isinstance(groups, BudgetedGroups) else "streaming",
         longest.token_bytes / 2**10,
         longest.dense_token_bytes / 2**10,
         f"{limit:,}",
@@ -176,8 +181,8 @@ def _announce(split_modules: list[SplitAttention], groups: Groups, vllm_config: 
         )
 
 
-def _split(attention: Attention, index: int, groups: Groups, vllm_config: Any) -> SplitAttention:
-    """Two attentions in the place of a layer's stock one, with its settings."""
+def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vllm_config: Any) -> SplitAttention:
+    """Two attentions in the place of a layer's stock one, with its settings; budgeted heads are in bins."""
     layer = groups.layout.attended[index]
     group = attention.num_heads // attention.num_kv_heads
     settings = {
@@ -241,25 +246,21 @@ def _split(attention: Attention, index: int, groups: Groups, vllm_config: Any) -
                 size=groups.size if groups.quantized else None,
                 **options,
             )
+    if layer.budgets:
+        from kvsurgery.vllm.budgeted_attention import BudgetedHeads
+
+        return SplitAttention(full, BudgetedHeads(attention, layer, bins, streaming_sinks, settings), layer)
     return SplitAttention(full, streaming, layer)
 
 
 def learned_sinks(attention: Attention, layer: LayerLayout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The learned sinks of full and of streaming heads, as the option of their attentions; none where it has none.
 
-    They are parts of the parameter that the weights are loaded into later.
-
-    Raises:
-        Refused: full heads lie in several places, so that their sinks are no part of it.
+    They are parts of the parameter that the weights are loaded into later. Full heads lie together, or `checked_layout`
+    has refused them.
     """
     sinks = getattr(attention.impl, "sinks", None)
     if sinks is None:
         return {}, {}
-    if layer.scattered:
-        count = len(layer.blocks)
-        raise Refused(
-            f"kvsurgery: one process cannot serve learned sinks of heads that are laid out for {count}; use "
-            f"--tensor-parallel-size {count}"
-        )
     cut = layer.full * (attention.num_heads // attention.num_kv_heads)
     return {"sinks": sinks.data[:cut]}, {"sinks": sinks.data[cut:]}

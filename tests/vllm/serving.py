@@ -24,6 +24,7 @@ from tests.helpers.families import WITH_IMAGES, make
 from tests.helpers.surgery import Converted, convert_folder, random_profile
 
 SINK, RECENT = 20, 40
+BUDGETED = {"sink": None, "recent": None, "rest": "budgeted", "budget": 24}
 BLOCK = 32  # what the CPU's kernels take
 # the CPU's kernels have heads from 32
 LARGE_HEADS = {"hidden_size": 256, "head_dim": 32, "max_position_embeddings": 1024}

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.plugins import load_general_plugins
 
+from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_layout import LayerLayout, Quantization
-from kvsurgery.vllm import register, supports
-from kvsurgery.vllm.architectures import ARCHITECTURES
-from kvsurgery.vllm.limits import Refused, check, checked_layout
+from kvsurgery.vllm import limits, register, supports
+from kvsurgery.vllm.architectures import ARCHITECTURES, DENSE
+from kvsurgery.vllm.forecast import serving_limits
+from kvsurgery.vllm.limits import checked_layout
+from tests.vllm.serving import converted, engine
 
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
+BUDGETS = {"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}
+NATIVE = {"blocks": [[0, 4]], "sink": 0, "recent": 8, "native": True}
 TILES = asdict(Quantization(4))
 BIDIRECTIONAL = {"use_bidirectional_attention": "vision"}
 
@@ -31,13 +40,20 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
         num_hidden_layers=2,
         num_key_value_heads=4,
         num_attention_heads=8,
+        max_position_embeddings=1024,
+        architectures=[changes.pop("architecture", "LlamaForCausalLM")],
     )
     if text := changes.pop("text", None):
         config.text_config = SimpleNamespace(**vars(config), **text)
     images = SimpleNamespace(language_model_only=changes.pop("language_model_only", False))
     sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
     parallel = {f"{kind}_parallel_size": 1 for kind in sizes}
-    cache = {"cache_dtype": "auto", "kv_sharing_fast_prefill": False}
+    cache = {
+        "enable_prefix_caching": True,
+        "cache_dtype": "auto",
+        "kv_sharing_fast_prefill": False,
+        "kv_offloading_size": None,
+    }
     parts = {
         "model_config": SimpleNamespace(hf_config=config, multimodal_config=images),
         "parallel_config": SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
@@ -61,14 +77,33 @@ REFUSED = {
     "scales of the KV cache": (with_kv_scales("kv_cache_scheme"), "scales that split heads do not have"),
     "ModelOpt's scales": (with_kv_scales("kv_cache_quant_algo"), "scales that split heads do not have"),
     "budgets": (
-        settings({"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}),
-        "budgeted heads; use transformers .* VLLM_PLUGINS=none",
+        settings(BUDGETS, parallel={"tensor_parallel_size": 2}),
+        "leave out --tensor-parallel-size",
+    ),
+    "budgets that hold": (
+        settings({**BUDGETS, "selection": {**SELECTION, "hold": 4}}),
+        "hold after the prompt: .* convert without .* use transformers",
+    ),
+    "quantized budgets": (settings({**BUDGETS, "quantization": TILES}), "quantized cache; convert without"),
+    "budgets beside windows": (
+        settings({**BUDGETS, "layers": [*BUDGETS["layers"][:1], NATIVE]}),
+        "no layer has a sliding window",
+    ),
+    "budgets and n-grams": (
+        settings(BUDGETS, speculative_config=SimpleNamespace(method="ngram")),
+        "speculative decoding .* leave it out",
+    ),
+    "budgets without the hybrid manager": (
+        settings(BUDGETS, scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True)),
+        "leave out --disable-hybrid-kv-cache-manager",
     ),
     "connector": (settings(kv_transfer_config=object()), "KV connectors"),
-    "eagle": (settings(speculative_config=SimpleNamespace(method="eagle")), "eagle is refused; use ngram"),
+    "offloading": (settings(cache={"kv_offloading_size": 1.0}), "KV offloading"),
+    "eagle": (settings(speculative_config=SimpleNamespace(method="eagle")), "eagle has not been tested; use ngram"),
     "context": (settings(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
     "pipeline": (settings(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
     "fp8": (settings(cache={"cache_dtype": "fp8"}), "fp8 KV cache .* leave out --kv-cache-dtype"),
+    "int4": (settings(cache={"cache_dtype": "int4_per_token_head"}), "int4_per_token_head KV cache"),
     "fast prefill": (
         settings(cache={"kv_sharing_fast_prefill": True}),
         "fast-prefill has not been tested; leave it out",
@@ -81,50 +116,98 @@ REFUSED = {
         ),
         "without --tp-uneven",
     ),
+    "learned sinks": (
+        settings(
+            {"layers": [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}] * 2}, architecture="GptOssForCausalLM"
+        ),
+        "use --tensor-parallel-size 2",
+    ),
     "bidirectional images": (settings(text=BIDIRECTIONAL), "in both directions .* --language-model-only"),
     "version": (settings({"version": 99}), "version 99 is unknown"),
 }
 
 
+@pytest.fixture(autouse=True)
+def _plugin() -> None:
+    load_general_plugins()  # once in a process
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged as a warning."""
+    found = []
+    monkeypatch.setattr(limits.logger, "warning", lambda line, *values: found.append(line % values))
+    return found
+
+
+def start(config: Any) -> None:
+    """What vLLM does first with the config of a user's command."""
+    limits.config_class(VerifyAndUpdateConfig).verify_and_update_config(config)
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals_say_what_to_do(case: str) -> None:
+def test_refusals_say_what_to_do_before_anything_is_started(case: str) -> None:
     config, message = REFUSED[case]
-    for refuse in (check, checked_layout):
-        with pytest.raises(Refused, match=message) as refusal:
-            refuse(config)
-        assert "\n" not in str(refusal.value)
+    with pytest.raises(ServingError, match=message) as refusal:
+        start(config)
+    assert "\n" not in str(refusal.value)
+    assert not isinstance(refusal.value, ValueError)  # which vLLM would print in several lines
 
 
-def test_vllm_refuses_while_it_reads_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-
-    register()
-    config, message = REFUSED["budgets"]
-    for architecture in ARCHITECTURES:
-        with pytest.raises(Refused, match=message):
-            MODELS_CONFIG_MAP[architecture].verify_and_update_config(config)
-    # of what is not converted, the stock check alone is asked
-    asked = []
-    stock = type("Stock", (), {"verify_and_update_config": staticmethod(asked.append)})
-    monkeypatch.setitem(MODELS_CONFIG_MAP, "LlamaForCausalLM", stock)
-    register()
-    original = settings()
-    original.model_config.hf_config.kv_surgery = None
-    served = settings()
-    for config in (original, served):
-        MODELS_CONFIG_MAP["LlamaForCausalLM"].verify_and_update_config(config)
-    assert asked == [original, served]
+WITH_SETTINGS = {
+    "connector": ({"kv_offloading_size": 1.0}, "KV offloading"),
+    "processes": ({"tensor_parallel_size": 2}, "convert with --tp 2"),
+    "dtype": ({"kv_cache_dtype": "fp8"}, "leave out --kv-cache-dtype"),
+    "scales": ({}, "remove these from quantization_config"),
+}
 
 
-def test_a_quantized_cache_of_vllm_is_refused_on_every_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvsurgery.vllm import limits
+@pytest.mark.parametrize("case", WITH_SETTINGS)
+def test_vllms_own_config_passes_refusals_on(case: str, tmp_path: Path) -> None:
+    options, message = WITH_SETTINGS[case]
+    folder = converted("llama", tmp_path).folder
+    if case == "scales":
+        config = json.loads((folder / "config.json").read_text())
+        scheme = {"num_bits": 8, "type": "float"}
+        groups = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": groups}))
+    with pytest.raises(ServingError, match=message), engine(folder, **options):
+        pass
 
+
+@pytest.mark.parametrize("dtype", ["fp8", "int4_per_token_head", "nvfp4"])
+def test_no_cache_is_quantized_for_streaming_heads_on_a_gpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    for name in ("fp8", "int8_per_token_head", "nvfp4", "turboquant_4bit_nc"):
-        with pytest.raises(Refused, match=name):
-            check(settings(cache={"cache_dtype": name}))
-        full = {"layers": [{"blocks": [[4, 0]], "sink": 0, "recent": 1}] * 2}
-        assert check(settings(full, cache={"cache_dtype": name}))
+    with pytest.raises(ServingError, match=f"{dtype} KV cache"):
+        start(settings(cache={"cache_dtype": dtype}))
+    full = {"layers": [{"blocks": [[4, 0]], "sink": 4, "recent": 8}] * 2}
+    start(settings(full, cache={"cache_dtype": dtype}))
+
+
+def test_budgeted_heads_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with pytest.raises(ServingError, match=r"no kernel .* on a GPU; use transformers"):
+        start(settings(BUDGETS))
+
+
+@pytest.mark.parametrize(("section", "cached"), [({}, True), (BUDGETS, False)], ids=["streaming", "budgets"])
+def test_blocks_that_budgeted_heads_overwrite_are_not_shared(section: dict[str, Any], cached: bool) -> None:
+    config = settings(section)
+    start(config)
+    assert config.cache_config.enable_prefix_caching == cached
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *DENSE])
+def test_what_is_not_converted_is_left_to_vllm(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = MODELS_CONFIG_MAP[architecture]
+    (base,) = checked.__bases__
+    seen = []
+    monkeypatch.setattr(base, "verify_and_update_config", staticmethod(seen.append))
+    plain = settings(cache={"cache_dtype": "fp8"}, architecture=architecture)
+    del plain.model_config.hf_config.kv_surgery
+    checked.verify_and_update_config(plain)
+    assert seen == [plain]
+    assert checked.verify_and_update_model_config == base.verify_and_update_model_config
 
 
 def test_each_process_has_its_part_of_the_heads() -> None:
@@ -144,29 +227,26 @@ def test_learned_sinks_are_served_where_full_heads_lie_together() -> None:
     full, streaming = learned_sinks(stock, LayerLayout(((1, 3),), 4, 8))
     stock.impl.sinks += 1  # weights load later
     assert (full["sinks"].tolist(), streaming["sinks"].tolist()) == ([1, 2], [3, 4, 5, 6, 7, 8])
-    with pytest.raises(Refused, match="use --tensor-parallel-size 2"):
-        learned_sinks(stock, LayerLayout(((1, 1), (1, 1)), 4, 8))
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (settings({"quantization": TILES}), ("quantized KV cache", "--kv-cache-dtype")),
-        (settings(lora_config=object()), ("convert --adapter",)),
-        (settings({"reform": {}}), ("REFORM", "within the context")),
-    ],
-    ids=["a quantized cache", "adapters", "REFORM"],
+    ("section", "word"),
+    [({"quantization": TILES}, "quantized cache"), ({"reform": {}}, "REFORM"), (BUDGETS, "select again")],
 )
-def test_what_is_served_otherwise_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, config: Any, words: tuple[str, ...]
+def test_what_is_left_out_is_said_once_in_the_words_of_convert(
+    section: dict[str, Any], word: str, lines: list[str]
 ) -> None:
-    from kvsurgery.vllm import limits
+    config = settings(section)
+    start(config)
+    (line,) = serving_limits(vars(config.model_config.hf_config))
+    assert lines == [f"kvsurgery: {line}"]
+    assert word in line
 
-    lines = []
-    monkeypatch.setattr(limits.logger, "warning_once", lambda line, *values: lines.append(line % values))
-    checked_layout(config)
+
+def test_adapters_are_served_with_a_warning(lines: list[str]) -> None:
+    start(settings(lora_config=object()))
     assert len(lines) == 1
-    assert all(word in lines[0] for word in words)
+    assert "convert --adapter" in lines[0]
 
 
 def test_supported_versions() -> None:

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.vllm.serving import assert_equal, converted, engine, preemptions, prompts, reference_by_token
+from tests.vllm.serving import (
+    BUDGETED,
+    assert_equal,
+    converted,
+    engine,
+    preemptions,
+    prompts,
+    reference,
+    reference_by_token,
+)
 from tests.vllm.test_codes import TOLERANCE
 
 REQUESTS, NEW = int(os.environ.get("LOAD_REQUESTS", "100")), 24
@@ -18,7 +27,9 @@ LATEST = 20  # requests, of which one is cancelled at times
 
 
 @pytest.mark.parametrize(
-    ("cache", "blocks", "tolerance"), [({}, 40, 1e-3), ({"kv_bits": 2, "kv_residual": 0}, 90, TOLERANCE)]
+    ("cache", "blocks", "tolerance"),
+    [({}, 40, 1e-3), (BUDGETED, 40, 1e-3), ({"kv_bits": 2, "kv_residual": 0}, 90, TOLERANCE)],
+    ids=["streaming", "budgeted", "quantized"],
 )
 def test_no_block_is_lost_and_no_token_is_wrong(
     cache: dict[str, Any], blocks: int, tolerance: float, tmp_path: Path
@@ -26,7 +37,10 @@ def test_no_block_is_lost_and_no_token_is_wrong(
     checkpoint = converted("llama", tmp_path, **cache)
     draw = random.Random(0)
     rows = prompts(lengths=(3, 31, 33, 64, 65, 100, 170, 260, 330))
-    wanted = [reference_by_token(checkpoint.model, row, NEW) for row in rows]
+    if "kv_bits" in cache:
+        wanted = [reference_by_token(checkpoint.model, row, NEW) for row in rows]
+    else:
+        wanted = reference(checkpoint.model, rows, NEW)
 
     def check(output: Any, row: int, new: int) -> None:
         tokens, likelihoods = wanted[row]

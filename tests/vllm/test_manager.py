@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from kvsurgery.vllm.budgeted_spec import BudgetedManager, BudgetedSpec
 from kvsurgery.vllm.manager import SinkWindowManager
 from kvsurgery.vllm.spec import SinkWindowSpec
 
@@ -23,12 +24,16 @@ LIMIT = 96  # tokens of a request
 init_none_hash(sha256)
 
 
+def common(block_size: int) -> dict[str, Any]:
+    """What all caches have."""
+    return {"block_size": block_size, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+
+
 def spec_of(block_size: int, sink: int | None = None, recent: int = 1) -> Any:
     """The cache of full heads, or of streaming heads with this sink."""
-    common = {"block_size": block_size, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
     if sink is None:
-        return FullAttentionSpec(**common)
-    return SinkWindowSpec(**common, sliding_window=recent, sink=sink, bin=0)
+        return FullAttentionSpec(**common(block_size))
+    return SinkWindowSpec(**common(block_size), sliding_window=recent, sink=sink, bin=0)
 
 
 def sampling() -> SamplingParams:
@@ -47,6 +52,7 @@ class Traffic:
     """
 
     seed: int
+    budgets: bool = False  # whether the groups after the first are of budgeted heads
     draw: random.Random = field(init=False)
     held: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     running: list[Request] = field(default_factory=list)
@@ -62,13 +68,18 @@ class Traffic:
             spec_of(size, None if index == 0 or draw.random() < 0.3 else self.sink, self.recent)
             for index, size in enumerate(sizes)
         ]
+        if self.budgets:
+            self.specs[1:] = [
+                BudgetedSpec(**common(size), kept=draw.choice((1, 5, 20)), bin=index)
+                for index, size in enumerate(sizes[1:])
+            ]
         self.blocks, self.chunk = draw.choice((40, 80, 200)), draw.choice((5, 16, 64))
         groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(self.specs)]
         self.manager = KVCacheManager(
             KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             max_model_len=LIMIT,
             max_in_flight_tokens=self.chunk,
-            enable_caching=True,
+            enable_caching=not self.budgets,
             hash_block_size=hash_size,
             scheduler_block_size=max(sizes),
         )
@@ -150,7 +161,10 @@ class Traffic:
                 self.held[table[place // size], place % size] = group, written[place]
             streams = isinstance(spec, SinkWindowSpec)
             for query in range(past, past + new):
-                for key in range(query + 1):
+                # the places that a head moves tokens to, once the prompt is complete
+                prompt = request.num_prompt_tokens
+                first = max(prompt - spec.kept, 0) if isinstance(spec, BudgetedSpec) and query >= prompt else 0
+                for key in range(first, query + 1):
                     if not streams or key < self.sink or query - key < self.recent:
                         block = table[key // size]
                         assert block, f"token {query} sees token {key}, whose block was freed"
@@ -158,11 +172,14 @@ class Traffic:
             if streams:  # what a request holds does not grow with its length
                 most = spec.max_admission_blocks_per_request(self.chunk, LIMIT)
                 assert sum(map(bool, table)) <= most
+            if isinstance(spec, BudgetedSpec) and past >= request.num_prompt_tokens:
+                first = max(request.num_prompt_tokens - spec.kept, 0) // size
+                assert not any(table[:first]), "a block before what is kept was not freed"
 
 
-def serve(seeds: range) -> Counter[str]:
+def serve(seeds: range, budgets: bool = False) -> Counter[str]:
     """Counts over the traffic of some seeds."""
-    return sum((Traffic(seed).run(120) for seed in seeds), Counter())
+    return sum((Traffic(seed, budgets).run(120) for seed in seeds), Counter())
 
 
 @pytest.mark.parametrize("first", range(0, 240, 60))
@@ -171,6 +188,15 @@ def test_every_visible_key_is_where_the_block_table_says(first: int) -> None:
     print(dict(counts))
     assert counts["steps"] > 3_000
     assert min(counts["preemptions"], counts["refusals"], counts["hits"]) > 50
+
+
+def test_budgeted_heads_find_what_they_keep_and_hold_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = serve(range(60), budgets=True)
+    assert counts["steps"] > 3_000
+    assert min(counts["preemptions"], counts["refusals"]) > 50
+    monkeypatch.delattr(BudgetedManager, "remove_skipped_blocks")
+    with pytest.raises(AssertionError, match="was not freed"):
+        serve(range(60), budgets=True)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import requests
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.surgery import Converted, convert_folder
 from tests.helpers.tiny_recall import FOLDER
-from tests.vllm.serving import BLOCK, prompts, reference
+from tests.vllm.serving import BLOCK, BUDGETED, converted, prompts, reference
 
 STARTS_WITHIN = 900  # seconds
 LIMIT = 1024
@@ -141,14 +141,12 @@ def test_a_prompt_beyond_the_context_is_refused(server: Server) -> None:
     assert answer.choices[0].text.strip() == ANSWER
 
 
-def test_a_refused_checkpoint_ends_in_the_line_that_says_why(tmp_path: Path) -> None:
-    """The API server ends, before it starts an engine."""
-    profile = HeadProfile.load(FOLDER / "profile.safetensors")
-    checkpoint = convert_folder(FOLDER / "model", tmp_path / "converted", profile, rest="budgeted", budget=64)
-    command = [Path(sys.executable).with_name("vllm"), "serve", checkpoint.folder, "--dtype", "float32"]
+def test_a_refusal_is_the_last_line_before_weights_load(tmp_path: Path) -> None:
+    folder = converted("llama", tmp_path, **BUDGETED, hold=16).folder
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()  # which nothing reads
+    command = [Path(sys.executable).with_name("vllm"), "serve", folder, "--skip-tokenizer-init"]
     run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=STARTS_WITHIN)
     assert run.returncode
-    lines = (run.stdout + run.stderr).strip().splitlines()
-    assert "budgeted heads" in lines[-1]
-    assert "VLLM_PLUGINS=none" in lines[-1]
-    assert not any("EngineCore" in line for line in lines)
+    assert "budgets that hold after the prompt" in run.stderr.rstrip().rpartition("\n")[2]
+    assert "EngineCore" not in run.stdout + run.stderr

@@ -1,0 +1,68 @@
+"""Budgeted heads in vLLM: each KV head is an attention of its own, so that heads of like budgets can share blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+
+from kvsurgery.templates.kv_layout import LayerLayout, Selection
+from kvsurgery.vllm.budgeted import Bin
+from kvsurgery.vllm.budgeted_cpu import BudgetedBackend
+from kvsurgery.vllm.budgeted_spec import BudgetedSpec
+
+
+class BudgetedAttention(Attention):
+    """Attention of a KV head that keeps `budget` tokens of a prompt, the prompt's last ones, and all later tokens."""
+
+    def __init__(self, *args: Any, budget: int, selection: Selection, bin: Bin, **options: Any) -> None:
+        super().__init__(*args, attn_backend=BudgetedBackend, **options)
+        self.budget, self.selection, self.bin = budget, selection, bin
+        # queries of prompts that come in chunks, by the first block of the request, which no other has: blocks of these
+        # groups are not shared. What a cancelled prompt leaves is smaller than the block.
+        self.waiting: dict[int, torch.Tensor] = {}
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """The cache of this head."""
+        return BudgetedSpec.of(super().get_kv_cache_spec(vllm_config), self.bin)
+
+
+class BudgetedHeads(nn.Module):
+    """The budgeted heads of a layer."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        layer: LayerLayout,
+        bins: list[Bin],
+        sinks: dict[str, torch.Tensor],
+        settings: dict[str, Any],
+    ) -> None:
+        """Take the place of a layer's stock attention, with its learned sinks and settings, in a bin for each head."""
+        super().__init__()
+        assert layer.selection is not None  # as there are budgets
+        group = attention.num_heads // attention.num_kv_heads
+        self.heads = nn.ModuleList(
+            BudgetedAttention(
+                num_heads=group,
+                num_kv_heads=1,
+                prefix=f"{attention.layer_name}.budgeted{index}",
+                budget=budget,
+                selection=layer.selection,
+                bin=bin,
+                **{name: logits[index * group : (index + 1) * group] for name, logits in sinks.items()},
+                **settings,
+            )
+            for index, (budget, bin) in enumerate(zip(layer.budgets, bins, strict=True))
+        )
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of [tokens, heads * head_dim]."""
+        count = len(self.heads)
+        states = zip(*(part.chunk(count, -1) for part in (query, key, value)), strict=True)
+        attended = [
+            head(*(part.contiguous() for part in parts)) for head, parts in zip(self.heads, states, strict=True)
+        ]
+        return torch.cat(attended, -1)

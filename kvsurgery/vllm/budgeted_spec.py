@@ -1,0 +1,57 @@
+"""The KV cache of budgeted heads as vLLM plans and manages it: blocks before what a prompt's heads keep are freed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvsurgery.vllm.budgeted import Bin
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedSpec(AttentionSpec):
+    """All tokens until the prompt is complete; then its last `kept` places, and all later tokens.
+
+    Heads of one `bin` share a cache group; see `BudgetedGroups`. This is no `FullAttentionSpec`, since vLLM would put
+    it into the group of full heads.
+    """
+
+    kept: int
+    bin: int
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, bin: Bin) -> BudgetedSpec:
+        """The cache of a head whose stock spec is this."""
+        common = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec) if field.init}
+        return cls(**common, kept=bin.kept, bin=bin.index)
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """What a request takes at most, while its prompt is read."""
+        return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
+
+    def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
+        """Whether these may share a cache group: budgeted heads of one bin."""
+        return all(spec == self for spec in kv_cache_specs.values())
+
+
+class BudgetedManager(FullAttentionManager):
+    """Manages blocks like those of full heads, and frees those before what is kept once the prompt is complete."""
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Free the blocks that no head of the group reads any more, once: a window that stands still."""
+        assert num_prompt_tokens is not None  # the scheduler knows it
+        if processed_computed_tokens >= num_prompt_tokens:
+            end_block = max(num_prompt_tokens - self.kv_cache_spec.kept, 0) // self.block_size
+            self._remove_blocks_in_range(request_id, 0, end_block)
+
+
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(BudgetedSpec, BudgetedManager, uniform_type_base_spec=BudgetedSpec)
