@@ -1,10 +1,10 @@
-"""Which quantized caches vLLM's pages hold; the others are stored in vLLM's own dtype, which is no wrong answer."""
+"""Which quantized caches vLLM's pages hold; the others are stored in vLLM's own dtype, which is no wrong answer.
+
+`holds_codes` needs no vLLM."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from vllm.platforms import current_platform
 
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm.tiles import Tiling
@@ -12,6 +12,8 @@ from kvsurgery.vllm.tiles import Tiling
 
 def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
     """Whether the quantized tiles of a checkpoint lie in vLLM's pages, with these settings."""
+    from vllm.platforms import current_platform
+
     model = vllm_config.model_config
     return (
         holds_codes(layout)
