@@ -8,7 +8,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.vllm.cpu_codes import CodesBackend, NewestBackend
-from kvsurgery.vllm.spec import CodesSpec, CodesWindowSpec, SinkWindowSpec
+from kvsurgery.vllm.spec import CodesSpec, SinkWindowSpec
 from kvsurgery.vllm.tiles import Tiling
 
 
@@ -33,34 +33,17 @@ class NewestAttention(Attention):
 
 
 class CodesAttention(Attention):
-    """Attention of full heads over tiles, and over the tokens of `newest`, whose bin and block size are given."""
+    """Attention over tiles, and over the tokens of `newest`."""
 
     def __init__(
-        self,
-        *args: Any,
-        quantization: Quantization,
-        tiling: Tiling,
-        bin: int,
-        size: int,
-        prefix: str,
-        **options: Any,
+        self, *args: Any, quantization: Quantization, bin: int, size: int, prefix: str, **options: Any
     ) -> None:
         super().__init__(*args, attn_backend=CodesBackend, prefix=prefix, **options)
-        self.quantization, self.tiling = quantization, tiling
-        self.newest = NewestAttention(*args, tiling=tiling, bin=bin, size=size, prefix=f"{prefix}.newest", **options)
+        self.quantization, self.tiling = quantization, Tiling.of(quantization)
+        self.newest = NewestAttention(
+            *args, tiling=self.tiling, bin=bin, size=size, prefix=f"{prefix}.newest", **options
+        )
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> CodesSpec | CodesWindowSpec:
+    def get_kv_cache_spec(self, vllm_config: Any) -> CodesSpec:
         """The cache of the tiles."""
         return CodesSpec.of(self.num_kv_heads, self.head_size, self.kv_cache_torch_dtype.itemsize, self.quantization)
-
-
-class CodesWindowAttention(CodesAttention):
-    """The same of streaming heads, whose tiles have a bin as well."""
-
-    def __init__(self, *args: Any, tiles_bin: int, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.tiles_bin = tiles_bin
-
-    def get_kv_cache_spec(self, vllm_config: Any) -> CodesWindowSpec:
-        """The cache of the tiles in the window."""
-        return CodesWindowSpec.in_window(super().get_kv_cache_spec(vllm_config), self.tiling.recent, self.tiles_bin)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, count
+from itertools import count
 
 from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
 
@@ -168,58 +168,52 @@ class Groups:
             for layer in self.layout.layers
         ]
 
-    def _tiles(self, heads: str) -> list[int]:
-        """Bytes of a block of tiles of the full or streaming heads of each layer; 0 where these have none."""
+    @cached_property
+    def _full(self) -> list[int]:
+        """Bytes of a block of the full heads of each layer that has no window of the model's own."""
+        if not self.quantized:
+            return self._pages("full")
         return [
-            getattr(layer, heads) * layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize)
-            if layer.quantization and (heads == "full" or layer.quantized_window)
+            layer.full * layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize)
+            if layer.quantization
             else 0
             for layer in self.layout.layers
         ]
 
     @cached_property
-    def _full(self) -> list[int]:
-        """Bytes of a block of the full heads of each layer that has no window of the model's own."""
-        return self._tiles("full") if self.quantized else self._pages("full")
-
-    @cached_property
-    def _windows(self) -> tuple[list[int], ...]:
-        """Bytes of a block of the streaming heads of each layer, of the newest tokens of its full heads, and of tiles
-        of its streaming heads."""
-        streaming = self._pages("streaming")
-        if self.quantized:
-            return streaming, self._pages("full"), self._tiles("streaming")
-        return streaming, [0] * len(streaming), [0] * len(streaming)
+    def _newest(self) -> list[int]:
+        """Bytes of a block of the newest tokens of the full heads of each layer."""
+        return self._pages("full") if self.quantized else [0] * len(self.layout.layers)
 
     @property
     def _limit(self) -> int:
         """Bytes of a block that all full heads of the model fit, and the other heads of each layer."""
-        return max(sum(self._full), *chain(*self._windows), *self._pages("heads", native=True))
+        others = (*self._newest, *self._pages("streaming"), *self._pages("heads", native=True))
+        return max(sum(self._full), *others)
 
     @cached_property
-    def _bins(self) -> list[list[int]]:
-        """The bins of each layer's `_windows`.
+    def _bins(self) -> tuple[list[int], list[int]]:
+        """The bins of each layer's streaming heads, and of its newest tokens.
 
         Of two choices the one with the smaller cache: bins that are patterns can make vLLM split the full heads, and
         bins that are none can be more.
         """
-        choices = [[_bins(pages, self._limit, patterns) for pages in self._windows] for patterns in (True, False)]
-        return min(choices, key=self._cost)
+        streaming, newest = self._pages("streaming"), self._newest
+        choices = [
+            (_bins(streaming, self._limit, patterns), _bins(newest, self._limit, patterns))
+            for patterns in (True, False)
+        ]
+        return min(choices, key=lambda bins: self._cost(*bins))
 
     @property
     def streaming(self) -> list[int]:
-        """The bin of each layer's streaming heads: of their newest tokens where they have tiles."""
+        """The bin of each layer's streaming heads."""
         return self._bins[0]
 
     @property
     def newest(self) -> list[int]:
         """The bin of the newest tokens of each layer's full heads, none of which is a bin of streaming heads."""
         return [bin + len(self.layout.layers) for bin in self._bins[1]]
-
-    @property
-    def tiles(self) -> list[int]:
-        """The bin of the tiles of each layer's streaming heads, none of which is another bin."""
-        return [bin + 2 * len(self.layout.layers) for bin in self._bins[2]]
 
     @cached_property
     def native(self) -> list[int]:
@@ -229,29 +223,31 @@ class Groups:
             return _bins(pages, self._limit, patterns=True)
         return [0] * len(pages)
 
-    def _cost(self, bins: list[list[int]]) -> tuple[int, int]:
-        """What a token and what a window take with these bins of `_windows`."""
-        plan, (full, *windows, _) = self._planned(bins)
+    def _cost(self, streaming: list[int], newest: list[int]) -> tuple[int, int]:
+        """What a token and what a window take with these bins of streaming heads and newest tokens."""
+        plan, (full, *windows, _) = self._planned(streaming, newest)
         return full * plan.width, sum(windows) * plan.width
 
-    def _planned(self, bins: list[list[int]]) -> tuple[Plan, list[int]]:
-        """vLLM's plan for bins of `_windows`, and its numbers of groups: of full heads, of each of these, and of the
-        model's own windows."""
+    def _planned(self, streaming: list[int], newest: list[int]) -> tuple[Plan, tuple[int, int, int, int]]:
+        """vLLM's plan for bins of streaming heads and newest tokens, and its numbers of groups of full heads, streaming
+        heads, newest tokens, and windows of the model."""
         chunked = any(layer.chunked for layer in self.layout.layers)
-        kinds = [
+        kinds = (
             _by_bin(self._full, [0] * len(self._full), sliding=False),
-            *(_by_bin(pages, bin, sliding=True) for pages, bin in zip(self._windows, bins, strict=True)),
+            _by_bin(self._pages("streaming"), streaming, sliding=True),
+            _by_bin(self._newest, newest, sliding=True),
             _by_bin(self._pages("heads", native=True), self.native, sliding=not chunked),
-        ]
+        )
         plan = Plan.of([bucket for buckets in kinds for bucket in buckets])
         numbers = iter(plan.groups)
-        return plan, [sum(next(numbers) for _ in buckets) for buckets in kinds]
+        full, streaming_groups, newest_groups, native = (sum(next(numbers) for _ in buckets) for buckets in kinds)
+        return plan, (full, streaming_groups, newest_groups, native)
 
     @property
-    def planned(self) -> tuple[Plan, list[int]]:
-        """vLLM's plan, and its numbers of groups: of full heads, streaming heads, newest tokens of full heads, tiles of
-        streaming heads, and windows of the model."""
-        return self._planned(self._bins)
+    def planned(self) -> tuple[Plan, tuple[int, int, int, int]]:
+        """vLLM's plan, and its numbers of groups of full heads, streaming heads, newest tokens, and windows of the
+        model."""
+        return self._planned(*self._bins)
 
     def window(self, layer: LayerLayout) -> int:
         """Tokens of the window that vLLM keeps for a layer's streaming heads: `recent`, or one or two more.
@@ -264,22 +260,19 @@ class Groups:
 
     def blocks(self, tokens: int, in_flight: int = 1) -> int:
         """Blocks that a sequence of `tokens` holds while `in_flight` of them are computed."""
-        _, (full, streaming, newest, tiles, native) = self.planned
-        size, quantization = self.size, self.layout.quantization
-        blocks = full * -(-tokens // (TILE if self.quantized else size))
+        _, (full, streaming, newest, native) = self.planned
+        blocks = full * -(-tokens // (TILE if self.quantized else self.size))
         windows = []
         if layer := next((layer for layer in self.layout.layers if not layer.native and layer.streaming), None):
-            recent = self.window(layer)
-            if self.quantized and quantization and layer.quantized_window:
-                windows.append((tiles, TILE, 0, recent))
-                recent = quantization.residual + TILE
-            windows.append((streaming, size, layer.sink, recent))
-        if self.quantized and quantization:
-            windows.append((newest, size, quantization.sink, quantization.residual + TILE))
+            windows.append((streaming, layer.sink, self.window(layer)))
+        if self.quantized and (quantization := self.layout.quantization):
+            windows.append((newest, quantization.sink, quantization.residual + TILE))
         if layer := next((layer for layer in self.layout.layers if layer.native), None):
             # chunks begin with a block
-            windows.append((native, size, 0, layer.recent - size * layer.chunked))
-        return blocks + sum(groups * _window_blocks(tokens, *window, in_flight) for groups, *window in windows)
+            windows.append((native, 0, layer.recent - self.size * layer.chunked))
+        return blocks + sum(
+            groups * _window_blocks(tokens, self.size, sink, recent, in_flight) for groups, sink, recent in windows
+        )
 
     @property
     def block_bytes(self) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvsurgery.templates.kv_layout import KVLayout
-from kvsurgery.vllm.tiles import Tiling
+
+NARROW = 4  # bits
 
 
 def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
@@ -25,13 +26,14 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
 
 
 def holds_codes(layout: KVLayout) -> bool:
-    """Whether pages can hold the tiles of these heads: of layers that are alike but for their widths, with no windows
-    of the model's own."""
-    tilings = {layer.quantization and Tiling.of(layer.quantization) for layer in layout.layers}
+    """Whether pages hold the tiles of these heads: of layers that are quantized alike, with no windows of the model's
+    own. Others have not been shown to give the emitted model's tokens."""
+    quantizations = {layer.quantization for layer in layout.layers}
+    [quantization, *others] = quantizations
     return (
-        None not in tilings
-        and len(tilings) == 1
-        and any(layer.quantized_heads for layer in layout.layers)
-        and len({layer.quantized_window for layer in layout.layers if layer.streaming}) < 2
-        and not any(layer.native or layer.source is not None for layer in layout.layers)
+        quantization is not None
+        and not others
+        and quantization.bits <= NARROW
+        and any(layer.full for layer in layout.layers)
+        and not any(layer.native or layer.quantized_window or layer.source is not None for layer in layout.layers)
     )

@@ -63,26 +63,6 @@ class CodesSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodesWindowSpec(SinkWindowSpec):
-    """Packed tiles of streaming heads, a tile a block; their sinks are in no tile."""
-
-    @classmethod
-    def in_window(cls, codes: CodesSpec, recent: int, bin: int) -> CodesWindowSpec:
-        """The same tiles of heads that see `recent` tokens."""
-        return cls(
-            block_size=codes.block_size,
-            num_kv_heads=codes.num_kv_heads,
-            head_size=codes.head_size,
-            dtype=codes.dtype,
-            tokens_per_state=codes.tokens_per_state,
-            state_content_bytes=codes.state_content_bytes,
-            sliding_window=recent,
-            sink=0,
-            bin=bin,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ChunkSpec(ChunkedLocalAttentionSpec):
     """Chunks of the model's own, which vLLM would put into one group: its blocks would be wider than the full heads.
 
@@ -109,5 +89,4 @@ class ChunkSpec(ChunkedLocalAttentionSpec):
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager, uniform_type_base_spec=SinkWindowSpec)
 KVCacheSpecRegistry.register(CodesSpec, FullAttentionManager, uniform_type_base_spec=CodesSpec)
-KVCacheSpecRegistry.register(CodesWindowSpec, SinkWindowManager, uniform_type_base_spec=SinkWindowSpec)
 KVCacheSpecRegistry.register(ChunkSpec, ChunkedLocalAttentionManager, uniform_type_base_spec=ChunkSpec)

@@ -14,13 +14,11 @@ from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
 from kvsurgery.vllm.budgeted import Bin, BudgetedGroups
-from kvsurgery.vllm.codes import CodesAttention, CodesWindowAttention
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups
 from kvsurgery.vllm.limits import logger
 from kvsurgery.vllm.quantized import in_pages
 from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
-from kvsurgery.vllm.tiles import Tiling
 
 LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more than windows do
 
@@ -205,12 +203,10 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
             **settings,
         }
         if groups.quantized and layer.quantization:
+            from kvsurgery.vllm.codes import CodesAttention  # kernels of a CPU
+
             full = CodesAttention(
-                quantization=layer.quantization,
-                tiling=Tiling.of(layer.quantization),
-                bin=groups.newest[index],
-                size=groups.size,
-                **options,
+                quantization=layer.quantization, bin=groups.newest[index], size=groups.size, **options
             )
         else:
             full = Attention(
@@ -219,33 +215,20 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
                 **options,
             )
     if layer.streaming:
-        options = {
-            "num_heads": layer.streaming * group,
-            "num_kv_heads": layer.streaming,
-            "prefix": f"{attention.layer_name}.streaming",
+        streaming = StreamingAttention(
+            num_heads=layer.streaming * group,
+            num_kv_heads=layer.streaming,
+            prefix=f"{attention.layer_name}.streaming",
+            attn_backend=streaming_backend(),
+            kv_sharing_target_layer_name=source and f"{source}.streaming",
+            sink=layer.sink,
+            recent=layer.recent,
+            window=groups.window(layer),
+            bin=groups.streaming[index],
+            size=groups.size if groups.quantized else None,
             **streaming_sinks,
             **settings,
-        }
-        if groups.quantized and layer.quantization and layer.quantized_window:
-            streaming = CodesWindowAttention(
-                quantization=layer.quantization,
-                tiling=Tiling(layer.sink, layer.quantization.residual, layer.recent),
-                bin=groups.streaming[index],
-                tiles_bin=groups.tiles[index],
-                size=groups.size,
-                **options,
-            )
-        else:
-            streaming = StreamingAttention(
-                attn_backend=streaming_backend(),
-                kv_sharing_target_layer_name=source and f"{source}.streaming",
-                sink=layer.sink,
-                recent=layer.recent,
-                window=groups.window(layer),
-                bin=groups.streaming[index],
-                size=groups.size if groups.quantized else None,
-                **options,
-            )
+        )
     if layer.budgets:
         from kvsurgery.vllm.budgeted_attention import BudgetedHeads
 

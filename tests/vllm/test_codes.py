@@ -29,8 +29,7 @@ NEW = 260
 CACHES: dict[str, dict[str, Any]] = {
     "kivi-4": {"kv_bits": 4, "sparsity": 0.0},
     "streaming-2": {"kv_bits": 2, "sparsity": 0.5, "kv_residual": 32},
-    "per-token-8": {"kv_bits": 8, "sparsity": 0.0, "kv_scheme": "per-token", "kv_residual": 0, "kv_sink": 0},
-    "quantized-windows-4": {"kv_bits": 4, "sparsity": 0.5, "kv_streaming": True, "kv_residual": 0, "recent": 260},
+    "per-token-4": {"kv_bits": 4, "sparsity": 0.0, "kv_scheme": "per-token"},
     "groups-3": {"kv_bits": 3, "sparsity": 0.5, "kv_group_size": 32, "kv_residual": 0, "kv_rotate": "both"},
 }
 

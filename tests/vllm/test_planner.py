@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout, Quantization
 from kvsurgery.vllm.groups import Groups
-from kvsurgery.vllm.spec import ChunkSpec, CodesSpec, CodesWindowSpec, SinkWindowSpec
+from kvsurgery.vllm.spec import ChunkSpec, CodesSpec, SinkWindowSpec
 
 try:
     from vllm.v1.core import kv_cache_planning as planning
@@ -28,7 +28,7 @@ except ImportError:  # before 0.33
 SINK, RECENT, SIZE = 64, 256, 16
 CHUNK, LONG, NEW = 2048, 131_072, 40
 # the last parts of layers' names, as `Groups.planned` counts their groups
-KINDS = ("full", "streaming", "newest", "tiles", "attn")
+KINDS = ("full", "streaming", "newest", "attn")
 # layers and KV heads
 SHAPES = {
     "Llama-3-8B": (32, 8),
@@ -81,17 +81,7 @@ def plan_of(layout: KVLayout, quantized: bool = False) -> KVCacheConfig:
             )
         elif layer.full:
             specs[f"{name}.full"] = FullAttentionSpec(num_kv_heads=layer.full, **common)
-        if layer.streaming and quantized and layer.quantized_window:
-            codes = CodesSpec.of(layer.streaming, common["head_size"], 2, layer.quantization)
-            specs[f"{name}.tiles"] = CodesWindowSpec.in_window(codes, layer.recent, groups.tiles[index])
-            specs[f"{name}.streaming"] = SinkWindowSpec(
-                num_kv_heads=layer.streaming,
-                sliding_window=layer.quantization.residual + TILE,
-                sink=layer.sink,
-                bin=groups.streaming[index],
-                **common,
-            )
-        elif layer.streaming:
+        if layer.streaming:
             specs[f"{name}.streaming"] = SinkWindowSpec(
                 num_kv_heads=layer.streaming,
                 sliding_window=groups.window(layer),
@@ -240,7 +230,7 @@ def test_the_planned_groups_are_those_of_vllm(seed: int) -> None:
     plan, (planned, numbers) = plan_of(layout), Groups(layout, SIZE).planned
     assert planned.width == plan.kv_cache_tensors[0].size // plan.num_blocks
     kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
-    assert numbers == [kinds.count(kind) for kind in KINDS]
+    assert [*numbers] == [kinds.count(kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -256,7 +246,6 @@ QUANTIZATIONS = {
     "2 bits": Quantization(2),
     "2 bits, small groups": Quantization(2, group_size=16),
     "8 bits": Quantization(8),
-    "streaming": Quantization(4, streaming=True),
 }
 
 
@@ -265,15 +254,13 @@ QUANTIZATIONS = {
 @pytest.mark.parametrize("shape", ["SmolLM2-135M", "Llama-3-8B", "Qwen3-8B"])
 def test_tiles_take_what_the_config_predicts(shape: str, quantization: str, share: float) -> None:
     layout = model(*SHAPES[shape], share) if shape in SHAPES else replace(model(30, 3, share), head_dim=64)
-    if QUANTIZATIONS[quantization].streaming:  # of windows that are long enough for tiles
-        layout = replace(layout, layers=tuple(replace(layer, recent=1024) for layer in layout.layers))
     layout = layout.quantized(QUANTIZATIONS[quantization])
     plan = plan_of(layout, quantized=True)
     groups = Groups(layout, SIZE, quantized=True)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     assert groups.block_bytes == block
     kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
-    assert groups.planned[1] == [kinds.count(kind) for kind in KINDS]
+    assert [*groups.planned[1]] == [kinds.count(kind) for kind in KINDS]
     peak, decoding = held(plan, LONG)
     tokens = LONG + NEW
     ideal = layout.kv_bytes(1, tokens)
@@ -290,15 +277,15 @@ def test_the_planned_groups_of_tiles_are_those_of_vllm(seed: int) -> None:
     layout = model(layers, heads, draw.choice((0.05, 0.25, 0.5, 0.75, 0.95, 1)), seed=seed)
     if draw.random() < 0.5:
         layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(1, heads + 1)))
-    widths, streaming = draw.choice(((4,), (8, 2), (4, 3))), draw.random() < 0.5
+    widths = draw.choice(((4,), (8, 2), (4, 3)))
     layout = replace(
         layout,
         layers=tuple(
-            replace(layer, recent=1024, quantization=Quantization(widths[index % len(widths)], streaming=streaming))
+            replace(layer, quantization=Quantization(widths[index % len(widths)]))
             for index, layer in enumerate(layout.layers)
         ),
     )
     plan, groups = plan_of(layout, quantized=True), Groups(layout, SIZE, quantized=True)
     assert groups.block_bytes == plan.kv_cache_tensors[0].size // plan.num_blocks
     kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
-    assert groups.planned[1] == [kinds.count(kind) for kind in KINDS]
+    assert [*groups.planned[1]] == [kinds.count(kind) for kind in KINDS]
