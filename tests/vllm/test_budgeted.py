@@ -53,8 +53,8 @@ def assert_held_as_forecast(llm: LLM, checkpoint: Converted) -> None:
         held.append(free - pool(llm).get_num_free_blocks())
     cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     block = cache.kv_cache_tensors[0].size // cache.num_blocks
-    groups = BudgetedGroups(checkpoint.policy.layout)
-    assert held[-2] * block == groups.sequence_bytes(len(prompt), BLOCK, 4)
+    groups = BudgetedGroups(checkpoint.policy.layout, BLOCK, 4)
+    assert held[-2] * block == groups.sequence_bytes(len(prompt))
     assert max(held) == len(cache.kv_cache_groups) * math.ceil(len(prompt) / BLOCK)  # while the prompt is read
 
 
