@@ -47,7 +47,7 @@ class BudgetedGroups:
             reverse=True,
         )
         full = sum(layer.full for layer in self.layout.layers)
-        size = max(full, -(-len(heads) // MOST))
+        size = max(full, -(-len(heads) // MOST), 1)
         found = {}
         for index, first in enumerate(range(0, len(heads), size)):
             members = heads[first : first + size]
