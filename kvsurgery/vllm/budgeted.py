@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm.groups import Bucket, Plan
@@ -27,6 +27,8 @@ class BudgetedGroups:
         tokens: of a block.
         itemsize: bytes of an element.
     """
+
+    others: ClassVar = "budgeted"  # the heads that are not full
 
     layout: KVLayout
     tokens: int

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from typing import ClassVar
 
 from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
 
@@ -134,6 +135,8 @@ class Groups:
         tokens: of a block that is not of tiles, where no tiles are.
         itemsize: bytes of an element that is not quantized.
     """
+
+    others: ClassVar = "streaming"  # the heads that are not full
 
     layout: KVLayout
     tokens: int

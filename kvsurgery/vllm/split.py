@@ -160,7 +160,7 @@ def _announce(split_modules: list[SplitAttention], groups: Groups | BudgetedGrou
         "%s tokens %.2f GiB (dense %.2f); such sequences in a GiB: %.1f (dense %.1f)",
         sum(module.cut for module in split_modules),
         sum(module.heads - module.cut for module in split_modules),
-        "budgeted" if isinstance(groups, BudgetedGroups) else "streaming",
+        groups.others,
         longest.token_bytes / 2**10,
         longest.dense_token_bytes / 2**10,
         f"{limit:,}",
