@@ -119,8 +119,8 @@ def test_plain_code_is_short() -> None:
     def lines(needs: Needs) -> int:
         return sum(code.count(b"\n") for code in code_files(family("llama"), needs).values())
 
-    assert lines(Needs()) <= 4_740
-    assert lines(Needs(kernels=False)) <= 3_370
+    assert lines(Needs()) <= 4_800
+    assert lines(Needs(kernels=False)) <= 3_400
 
 
 @pytest.mark.parametrize("name", supported())

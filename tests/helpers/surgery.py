@@ -22,6 +22,7 @@ from kvsurgery.policy.evidence import Evidence
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.loading import load_losses
 from kvsurgery.recipe import Budgeted, Recipe, ReformSizes
 from kvsurgery.templates.kv_layout import Quantization, Selection
 
@@ -112,7 +113,10 @@ def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, 
     Args:
         options: fields of a recipe, as `recipe_of` takes them, and `reform`, a profile of embedding heads.
     """
-    evidence = Evidence(profile or random_profile(source), embedding=options.pop("reform", None))
-    prepared = PreparedConversion.prepare(source, recipe_of(**{**_sizes(options), **options}), evidence)
+    embedding = options.pop("reform", None)
+    recipe = recipe_of(**{**_sizes(options), **options})
+    losses = None if recipe.measured is None else load_losses(recipe.measured)
+    evidence = Evidence(profile or random_profile(source), embedding=embedding, losses=losses)
+    prepared = PreparedConversion.prepare(source, recipe, evidence)
     convert(prepared.checkpoint, prepared.plan, out, prepared.emitted.files)
     return Converted(source, out, prepared.policy)
