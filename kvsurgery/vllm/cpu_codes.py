@@ -41,8 +41,13 @@ def from_page(page: torch.Tensor, head_dim: int, dtype: torch.dtype, quantizatio
 
 @dataclass
 class NewestStep:
-    """A batch for a cache group of newest tokens: the number of tokens, and slots of these, of the tokens of tiles that
-    are due, and of each piece's keys."""
+    """A batch for a cache group of newest tokens.
+
+    Attributes:
+        tokens: how many are new.
+        slots, due: of these, and of the tokens of tiles that are due.
+        pieces: slots of each piece's keys.
+    """
 
     tokens: int
     slots: Places
@@ -78,7 +83,8 @@ class NewestBuilder(TiledBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> NewestStep:
         """The plan of a batch, in slots of this cache group."""
-        steps, table = self.plan_of(common_attn_metadata), common_attn_metadata.block_table_tensor.long()
+        steps = self.plan_of(common_attn_metadata)
+        table = common_attn_metadata.block_table_tensor.long()
 
         def places(rows: torch.Tensor, tokens: torch.Tensor) -> Places:
             return Places(table[rows, tokens // self.size][:, None], (tokens % self.size)[:, None] + self.heads)
@@ -98,15 +104,18 @@ class CodesBuilder(TiledBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CodesStep:
         """The plan of a batch, in pages of this cache group."""
-        steps, table = self.plan_of(common_attn_metadata), common_attn_metadata.block_table_tensor.long()
+        steps = self.plan_of(common_attn_metadata)
+        table = common_attn_metadata.block_table_tensor.long()
         late = self.tiling.late
         due = table[steps.due.rows, steps.due.tiles + late].flatten()
         return CodesStep(steps, due, [table[piece.rows, piece.tiles + late] for piece in steps.pieces])
 
 
 class CodesImpl(CPUAttentionBackendImpl):
-    """Stores new tokens as they are, packs the tiles that are due, and only then attends: a request may begin with
-    blocks that another one fills in the same step."""
+    """Stores new tokens as they are, packs the tiles that are due, and only then attends.
+
+    A request may begin with blocks that another one fills in the same step.
+    """
 
     def forward(
         self,

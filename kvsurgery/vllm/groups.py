@@ -145,8 +145,10 @@ class Groups:
 
     @cached_property
     def size(self) -> int:
-        """Tokens of a block that is not of tiles. Where there are tiles, its pages are no larger than theirs: then
-        groups are as wide as they have heads."""
+        """Tokens of a block that is not of tiles.
+
+        Where there are tiles, its pages are no larger than theirs: then groups are as wide as they have heads.
+        """
         if not self.quantized:
             return self.tokens
         fitting = min(
@@ -248,8 +250,10 @@ class Groups:
 
     @property
     def planned(self) -> tuple[Plan, tuple[int, int, int, int]]:
-        """vLLM's plan, and its numbers of groups of full heads, streaming heads, newest tokens, and windows of the
-        model."""
+        """vLLM's plan, and its numbers of groups.
+
+        They are those of full heads, streaming heads, newest tokens, and windows of the model.
+        """
         return self._planned(*self._bins)
 
     def window(self, layer: LayerLayout) -> int:

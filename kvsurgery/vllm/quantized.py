@@ -26,8 +26,11 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
 
 
 def holds_codes(layout: KVLayout) -> bool:
-    """Whether pages hold the tiles of these heads: of layers that are quantized alike, with no windows of the model's
-    own. Others have not been shown to give the emitted model's tokens."""
+    """Whether pages hold the tiles of these heads.
+
+    They do where layers are quantized alike and have no windows of the model's own. Others have not been shown to give
+    the emitted model's tokens.
+    """
     quantizations = {layer.quantization for layer in layout.layers}
     [quantization, *others] = quantizations
     return (

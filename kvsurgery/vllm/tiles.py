@@ -45,8 +45,10 @@ class Tiling:
         return -(-self.sink // TILE)
 
     def read(self, positions: torch.Tensor) -> torch.Tensor:
-        """Tiles before the newest tokens of queries at these positions: all that they read, and those that they do
-        not see any more."""
+        """Tiles before the newest tokens of queries at these positions.
+
+        They are all that these queries read, and those that they do not see any more.
+        """
         return (positions - self.sink - self.residual).clamp(min=0) // TILE
 
     def packed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -133,10 +135,12 @@ def plan(starts: tuple[int, ...], lengths: tuple[int, ...], tiling: Tiling) -> T
         starts: first new token of each request in the batch, and the end.
         lengths: tokens of each request, new ones included.
     """
-    firsts, ends, totals = torch.tensor(starts[:-1]), torch.tensor(starts[1:]), torch.tensor(lengths)
+    firsts, ends = torch.tensor(starts).unfold(0, 2, 1).T
+    totals = torch.tensor(lengths)
     pasts = totals - (ends - firsts)
     row, index = _repeated(-(-(ends - firsts) // QUERIES))
-    first, past = firsts[row] + index * QUERIES, pasts[row] + index * QUERIES
+    first = firsts[row] + index * QUERIES
+    past = pasts[row] + index * QUERIES
     new = (ends[row] - first).clamp(max=QUERIES)
     begin = tiling.left(past)
     count = tiling.read(past + new - 1) - begin
