@@ -76,6 +76,8 @@ OLD_NAMES = {
     "kvsurgery/cli/plan.py",  # keys of the plan's JSON; every kind is in its `heads`
     "kvsurgery/conversion/inspection.py",  # the same of what `inspect` says
     "kvsurgery/profile/methods.py",  # by method, what heads become where nobody says
+    "kvsurgery/vllm/limits.py",  # what an engine serves of each
+    "kvsurgery/vllm/split.py",
 }
 NAMES = {name: kind for kind in OTHERS for name in (kind.name, kind.name.upper())} | {"budgets": BUDGETED}
 

@@ -99,7 +99,9 @@ def fit(recipe: Recipe, evidence: Evidence, model: ModelLayers, footprint: Footp
     cache_quantizations = quantizations(cache, footprint.model.head_dim, ERRORS if losses is None else losses.settings)
     stored_windows = [0 if layer in model.sources else window for layer, window in enumerate(model.windows)]
     prices = Prices(footprint, demand, stored_windows, scores, cache_quantizations, run, losses)
-    budget_scores = kv_scores(evidence.budgets or profile, recipe.heads.group_reduce, model.sources)[model.eligible]
+    budget_scores = kv_scores(evidence.budget_scores or profile, recipe.heads.group_reduce, model.sources)[
+        model.eligible
+    ]
     candidates = [*prices.candidates(base_recipe, budget_scores, beta)]
     fitting_candidates = [candidate for candidate in candidates if candidate.total <= demand.memory]
     if not fitting_candidates:

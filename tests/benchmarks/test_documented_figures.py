@@ -82,5 +82,5 @@ def test_long_prompts_of_the_bundled_model() -> None:
 def test_recipes_say_what_small_budgets_hold() -> None:
     row = PEERS["contenders"]["kvsurgery, budgets of 16"]
     assert {f"{row['kv_bytes'] / 1024:.0f}", f"{row['of_full']:.0%}"} <= figures(
-        "docs/recipes.md", "budgets of 16 tokens"
+        "docs/recipes.md", "budgets that average 16 tokens"
     )

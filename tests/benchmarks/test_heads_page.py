@@ -54,7 +54,7 @@ def test_what_the_docs_say_of_scores_beside_each_other() -> None:
         more = pair(share, one, other)[0]
         return f"{100 * more.mean:.0f} [{100 * more.low:.0f}, {100 * more.high:.0f}]"
 
-    shown = figures(PAGE, "**Beside each other**")
+    shown = figures(PAGE, "**Compared with each other**")
     for pair_shown in ((75, "gates", "attention"), (75, "er", "attention"), (33, "attention", "er")):
         assert numbers(points(*pair_shown)) <= shown
     less = {
@@ -111,7 +111,7 @@ def test_a_quarter_of_the_heads_keeps_what_the_readme_says() -> None:
     full = heads - round(0.75 * heads)
     cache = (full * tokens + (heads - full) * window) / (heads * tokens)
     recalled = {f"{rows[heads].mean:.0%}" for heads in ("gates", "original", "random")}
-    assert {*recalled, f"{cache:.0%}"} <= figures("README.md", "a quarter of the heads")
+    assert {*recalled, f"{cache:.0%}"} <= figures("README.md", "quarter of the heads that")
 
 
 def test_other_shares_keep_what_the_docs_say() -> None:
