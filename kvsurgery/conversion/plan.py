@@ -231,15 +231,18 @@ def _permute(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int, or
     assert axis is not None  # as heads lie along one
     if order == tuple(range(model.kv_heads)):
         return unmoved(tensor)
-    per, element, inner = role.per[axis] if role.per else Fraction(1), 0, 1
+    inner = 1  # numbers of each row or column, where rows follow one another in one axis
     if role.flat is None:
+        per = role.per[axis] if role.per else Fraction(1)
         element = tensor.size // math.prod(tensor.shape[: axis + 1])  # bytes of all that lies at one place of the axis
     else:
-        per, element = role.flat, tensor.size // math.prod(tensor.shape)
+        per = role.flat
+        element = tensor.size // math.prod(tensor.shape)
         columns = _length(role.shape[1], model, hidden)
         if axis > 0 and per % columns == 0:  # whole rows share an element, whatever the order of their columns
             return unmoved(tensor)
-        inner = 1 if axis else columns
+        if axis == 0:
+            inner = columns
     blocks: list[int] = []
     for length in _head_lengths(role.shape[axis], model):
         if length * inner % per:

@@ -61,12 +61,6 @@ class Forecast:
         return f"vllm serve {shlex.quote(folder)}{parallel}{text}"
 
 
-def groups_of(part: KVLayout, tokens: int, itemsize: int = 2) -> Groups | BudgetedGroups:
-    """The cache groups of the heads of one process in 16 bit, in blocks of so many tokens."""
-    kind = BudgetedGroups if any(layer.budgets for layer in part.layers) else Groups
-    return kind(part, tokens, itemsize)
-
-
 def forecast(config: Any) -> Forecast:
     """The forecast for a converted config at the model's own maximum.
 
@@ -79,8 +73,8 @@ def forecast(config: Any) -> Forecast:
     for processes in reversed(layout.processes):
         first, *others = layout.parts(processes)
         if all(other == first for other in others):
-            groups = groups_of(first, BLOCK)
-            prediction = Forecast.of(groups, lengths_of(config)[-1], processes)
+            groups = BudgetedGroups if any(layer.budgets for layer in first.layers) else Groups
+            prediction = Forecast.of(groups(first, BLOCK), lengths_of(config)[-1], processes)
             return replace(prediction, text_only=has_bidirectional_images(config))
     raise AssertionError("one process holds all heads")
 
