@@ -8,8 +8,6 @@ from typing import Any
 
 from kvsurgery.templates.kv_layout import KVLayout
 
-NARROW = 4  # bits
-
 
 def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
     """Whether the quantized tiles of a checkpoint lie in vLLM's pages, with these settings."""
@@ -28,15 +26,15 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
 def holds_codes(layout: KVLayout) -> bool:
     """Whether pages hold the tiles of these heads.
 
-    They do where layers are quantized alike and have no windows of the model's own. Others have not been shown to give
-    the emitted model's tokens.
+    They do where all layers are quantized, with as many tokens in no tile, and none has a window of the model's own;
+    widths may differ. Others have not been shown to give the emitted model's tokens.
     """
-    quantizations = {layer.quantization for layer in layout.layers}
-    [quantization, *others] = quantizations
+    unpacked = {
+        layer.quantization and (layer.quantization.sink, layer.quantization.residual) for layer in layout.layers
+    }
     return (
-        quantization is not None
-        and not others
-        and quantization.bits <= NARROW
+        len(unpacked) == 1
+        and None not in unpacked
         and any(layer.full for layer in layout.layers)
         and not any(layer.native or layer.quantized_window or layer.source is not None for layer in layout.layers)
     )

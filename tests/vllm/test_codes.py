@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvsurgery.vllm.codes import CodesAttention
 from tests.vllm.serving import (
@@ -28,6 +30,8 @@ SHORT = (5, 45, 100)
 NEW = 260
 CACHES: dict[str, dict[str, Any]] = {
     "kivi-4": {"kv_bits": 4, "sparsity": 0.0},
+    "kivi-8": {"kv_bits": 8, "sparsity": 0.0},
+    "streaming-8": {"kv_bits": 8, "sparsity": 0.5, "kv_residual": 32},
     "streaming-2": {"kv_bits": 2, "sparsity": 0.5, "kv_residual": 32},
     "per-token-4": {"kv_bits": 4, "sparsity": 0.0, "kv_scheme": "per-token"},
     "groups-3": {"kv_bits": 3, "sparsity": 0.5, "kv_group_size": 32, "kv_residual": 0, "kv_rotate": "both"},
@@ -38,6 +42,20 @@ def codes(llm: Any) -> list[CodesAttention]:
     """The attentions of an engine over tiles."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     return [layer for layer in layers if isinstance(layer, CodesAttention)]
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_each_layer_has_its_own_width(sparsity: float, tmp_path: Path) -> None:
+    folder = converted("llama", tmp_path, kv_bits=4, kv_residual=32, sparsity=sparsity).folder
+    config = json.loads((folder / "config.json").read_text())
+    config["kv_surgery"]["quantization"] |= {"bits": [8, 4, 3, 2], "clip": [False, False, True, True]}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    rows = prompts(lengths=SHORT)[:3]
+    with engine(folder) as llm:
+        widths = {layer.kv_cache.shape[-1] for layer in codes(llm)}
+        assert len(widths) == len(codes(llm)) > 1
+        assert_equal(generate(llm, rows, NEW), reference(model, rows, NEW), TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", CACHES)

@@ -28,7 +28,7 @@ from tests.vllm.serving import converted, engine
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
 BUDGETS = {"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}
 NATIVE = {"blocks": [[0, 4]], "sink": 0, "recent": 8, "native": True}
-TILES = asdict(Quantization(8))  # fewer bits are in the pages of a CPU
+TILES = asdict(Quantization(8)) | {"bits": [8, None]}  # pages hold no codes where a layer has none
 BIDIRECTIONAL = {"use_bidirectional_attention": "vision"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -143,7 +144,6 @@ def test_memory_is_the_share_of_full_heads_and_the_windows(shape: str, share: fl
     tokens = LONG + NEW
     ratio = decoding * block / layout.dense_bytes(1, tokens)
     ideal = layout.kv_bytes(1, tokens) / layout.dense_bytes(1, tokens)
-    print(f"{shape} {share}: {len(plan.kv_cache_groups)} groups, {ratio:.4f} of dense, ideal {ideal:.4f}")
     assert ratio == pytest.approx(ideal, rel=0.01)
     groups = Groups(layout, SIZE)
     assert groups.block_bytes == block
@@ -239,14 +239,22 @@ def test_no_layer_is_lost_whatever_the_shares(seed: int) -> None:
     plan_of(model(draw.randrange(1, 40), draw.choice((1, 2, 3, 8)), draw.choice((0, 0.05, 0.5, 0.95)), seed=seed))
 
 
+# of the layers in turn
 QUANTIZATIONS = {
-    "4 bits": Quantization(4),
-    "per token": Quantization(4, "per-token", residual=0, sink=0),
-    "3 bits": Quantization(3, group_size=32),
-    "2 bits": Quantization(2),
-    "2 bits, small groups": Quantization(2, group_size=16),
-    "8 bits": Quantization(8),
+    "4 bits": [Quantization(4)],
+    "per token": [Quantization(4, "per-token", residual=0, sink=0)],
+    "3 bits": [Quantization(3, group_size=32)],
+    "2 bits": [Quantization(2)],
+    "2 bits, small groups": [Quantization(2, group_size=16)],
+    "8 bits": [Quantization(8)],
+    "by layer": [Quantization(bits) for bits in (4, 8, 3, 4, 2)],
 }
+
+
+def quantized(layout: KVLayout, quantizations: list[Quantization]) -> KVLayout:
+    """A layout whose layers have these caches in turn."""
+    pairs = zip(layout.layers, cycle(quantizations), strict=False)
+    return replace(layout, layers=tuple(replace(layer, quantization=quantization) for layer, quantization in pairs))
 
 
 @pytest.mark.parametrize("share", [1, 0.5])
@@ -254,7 +262,7 @@ QUANTIZATIONS = {
 @pytest.mark.parametrize("shape", ["SmolLM2-135M", "Llama-3-8B", "Qwen3-8B"])
 def test_tiles_take_what_the_config_predicts(shape: str, quantization: str, share: float) -> None:
     layout = model(*SHAPES[shape], share) if shape in SHAPES else replace(model(30, 3, share), head_dim=64)
-    layout = layout.quantized(QUANTIZATIONS[quantization])
+    layout = quantized(layout, QUANTIZATIONS[quantization])
     plan = plan_of(layout, quantized=True)
     groups = Groups(layout, SIZE, quantized=True)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
@@ -264,7 +272,6 @@ def test_tiles_take_what_the_config_predicts(shape: str, quantization: str, shar
     peak, decoding = held(plan, LONG)
     tokens = LONG + NEW
     ideal = layout.kv_bytes(1, tokens)
-    print(f"{shape} {quantization} {share}: {kinds}, {decoding * block / ideal:.4f} of ideal")
     assert decoding * block == pytest.approx(ideal, rel=0.05)
     assert decoding <= groups.blocks(tokens) <= decoding + len(plan.kv_cache_groups)
     assert peak <= groups.blocks(LONG, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
@@ -277,14 +284,7 @@ def test_the_planned_groups_of_tiles_are_those_of_vllm(seed: int) -> None:
     layout = model(layers, heads, draw.choice((0.05, 0.25, 0.5, 0.75, 0.95, 1)), seed=seed)
     if draw.random() < 0.5:
         layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(1, heads + 1)))
-    widths = draw.choice(((4,), (8, 2), (4, 3)))
-    layout = replace(
-        layout,
-        layers=tuple(
-            replace(layer, quantization=Quantization(widths[index % len(widths)]))
-            for index, layer in enumerate(layout.layers)
-        ),
-    )
+    layout = quantized(layout, [*map(Quantization, draw.choice(((4,), (8, 2), (4, 3))))])
     plan, groups = plan_of(layout, quantized=True), Groups(layout, SIZE, quantized=True)
     assert groups.block_bytes == plan.kv_cache_tensors[0].size // plan.num_blocks
     kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
