@@ -13,6 +13,7 @@ from kvsurgery.templates.kv_layout import KVLayout, setting
 from kvsurgery.vllm.architectures import ARCHITECTURES
 from kvsurgery.vllm.budgeted import BudgetedGroups
 from kvsurgery.vllm.groups import Groups
+from kvsurgery.vllm.quantized import holds_codes
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU
 # what serves a checkpoint that the plugin refuses
@@ -108,9 +109,10 @@ def ignored(config: Any, codes: bool = False) -> Iterator[str]:
     """What vLLM leaves out of a converted config that it serves, a line each; `codes` are in its pages on a CPU."""
     section: Mapping[str, Any] = setting(config, "kv_surgery")
     if section.get("quantization") and not codes:
+        exception = ", except on a CPU with a cache of the model's dtype" * holds_codes(KVLayout.from_config(config))
         yield (
-            "vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit, but for most models on a CPU; use "
-            "transformers with trust_remote_code=True to save these bytes"
+            f"vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit{exception}; use transformers with "
+            "trust_remote_code=True to save these bytes"
         )
     if "reform" in section:
         yield (
