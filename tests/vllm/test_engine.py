@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from vllm import ModelRegistry, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 from vllm.plugins import load_general_plugins
@@ -13,10 +14,14 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind, Structured
 
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.vllm.split import SplitAttention
-from tests.helpers.surgery import Converted, convert_folder
+from tests.helpers.families import make
+from tests.helpers.surgery import Converted, convert_folder, reform_profile
 from tests.helpers.tiny_recall import FOLDER
 from tests.vllm.models import GEMMA_2
 from tests.vllm.serving import (
+    LARGE_HEADS,
+    RECENT,
+    SINK,
     Generated,
     assert_equal,
     converted,
@@ -177,3 +182,13 @@ def test_the_bundled_model_with_its_tokenizer(tmp_path: Path) -> None:
         parameters = SamplingParams(temperature=0, max_tokens=4, structured_outputs=guide)
         (answer,) = llm.generate(["remember dofi doge nedi fibu . recall dofi"], parameters, use_tqdm=False)
         assert answer.outputs[0].text.strip() in ("nedi", "fibu")
+
+
+def test_reform_reads_prompts_within_the_context_as_usual(tmp_path: Path) -> None:
+    source = make("llama", tmp_path / "stock", **LARGE_HEADS)
+    sizes = {"sink": SINK, "recent": RECENT, "sparsity": 0.5}
+    checkpoint = convert_folder(source, tmp_path / "converted", reform=reform_profile(source), **sizes)
+    with engine(checkpoint.folder, max_model_len=None) as llm:
+        assert_equal(generate(llm, ROWS), reference(checkpoint.model, ROWS))
+        with pytest.raises(VLLMValidationError, match="maximum context length is 1024"):
+            generate(llm, prompts(lengths=(1025, 5))[:1])
