@@ -15,8 +15,9 @@ try:
 except ImportError:
     kvpress = None
 import torch
-from contenders import RECENT, SINK, WINDOW, Contender
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
+
+from benchmarks.peers.contenders import RECENT, SINK, WINDOW, Contender
 
 
 @dataclass

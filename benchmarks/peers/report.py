@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from contenders import CONTENDERS, STOCK, Contender
 from matplotlib import colormaps
 
+from benchmarks.peers.contenders import CONTENDERS, STOCK, Contender
 from kvsurgery.display import console
 from kvsurgery.display.figure import new_figure, save_figure
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
 import venv
@@ -29,18 +30,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from contenders import CONTENDERS, Contender
-from entries import place
-from report import plot, show
 from safetensors.torch import save_file
-from worker import AFTER
 
 from benchmarks.budgets import HERE, load_task
+from benchmarks.peers.contenders import CONTENDERS, Contender
+from benchmarks.peers.entries import place
+from benchmarks.peers.report import plot, show
+from benchmarks.peers.worker import AFTER
 from kvsurgery import __version__
 from kvsurgery.api import convert
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 
+ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 SHORT, LONG = 1024, 3000  # tokens of a prompt
 FOLLOWING = 600  # tokens of a story after its prompt
@@ -98,7 +100,8 @@ def measure(python: Path, names: list[str], data: dict[str, torch.Tensor], round
         save_file({**data, "scores": torch.tensor(profile.scores)}, folder / "texts.safetensors")
         job = {"contenders": names, "model": str(HERE / "model"), "rounds": rounds}
         (folder / "job.json").write_text(json.dumps(job))
-        subprocess.run([python, Path(__file__).with_name("worker.py"), folder], check=True)
+        command = [python, "-m", "benchmarks.peers.worker", folder]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
         return json.loads((folder / "results.json").read_text())
 
 
@@ -108,8 +111,7 @@ def main() -> None:
     parser.add_argument("--long-queries", type=int, default=20, help=f"prompts of {LONG:,} tokens")
     parser.add_argument("--texts", type=int, default=2, help=f"of {SHORT + FOLLOWING:,} tokens, for perplexity")
     parser.add_argument("--rounds", type=int, default=5, help="of timing")
-    root = Path(__file__).resolve().parents[2]
-    parser.add_argument("--venv", type=Path, default=root / ".venv-peers", help="environment that is made and used")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv-peers", help="environment that is made and used")
     parser.add_argument("--python", type=Path, help="use this interpreter instead; what it lacks is left out")
     parser.add_argument("--only", nargs="+", default=[each.name for each in CONTENDERS], metavar="CONTENDER")
     parser.add_argument("--show", type=Path, metavar="JSON", help="measure nothing: show what an earlier run wrote")

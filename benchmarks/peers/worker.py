@@ -1,6 +1,6 @@
 """Measure every contender in the environment that this runs in: `run.py` starts it, with its own venv's Python.
 
-    python worker.py FOLDER
+    python -m benchmarks.peers.worker FOLDER
 
 FOLDER holds job.json, the texts and the converted models; results.json is written there. Nothing of kvsurgery is
 imported: converted models load with transformers alone.
@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contenders import CONTENDERS
-from entries import Entry, enter
-from held import held_bytes
 from safetensors.torch import load_file
 from transformers.utils import logging
+
+from benchmarks.peers.contenders import CONTENDERS
+from benchmarks.peers.entries import Entry, enter
+from benchmarks.peers.held import held_bytes
 
 BATCH = 10  # prompts that are asked together
 VALUES = 3  # tokens of an answer

@@ -25,7 +25,8 @@ from kvsurgery.policy.tensor_parallel import arrange
 from kvsurgery.profile.cache_losses import STREAMING_CACHE, CacheLosses
 from kvsurgery.profile.full_heads import ranked_heads
 from kvsurgery.profile.methods import MAX_BUDGET
-from kvsurgery.recipe import MAX_TOKENS, Cache, Demand, Recipe
+from kvsurgery.recipe import Recipe
+from kvsurgery.recipe_tables import MAX_TOKENS, Cache, Demand
 from kvsurgery.templates import kv_layout
 from kvsurgery.templates.kv_layout import Quantization
 

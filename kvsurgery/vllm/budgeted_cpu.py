@@ -218,11 +218,5 @@ class BudgetedBackend(FullBackend):
     """Keeps the stock backend's name, which vLLM looks up in an enum."""
 
     forward_includes_kv_cache_update = True
-
-    @staticmethod
-    def get_impl_cls() -> type[BudgetedImpl]:
-        return BudgetedImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[BudgetedBuilder]:
-        return BudgetedBuilder
+    impl = BudgetedImpl
+    builder = BudgetedBuilder

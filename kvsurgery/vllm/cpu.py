@@ -12,7 +12,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 QUERIES = 128  # new tokens of a request that attend at a time: more would gather a wider window
@@ -51,9 +55,16 @@ class FullBackend(CPUAttentionBackend):
     The stock kernels take such strides, though their backend does not say so.
     """
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return FullImpl
+    impl: type[CPUAttentionBackendImpl] = FullImpl
+    builder: type[AttentionMetadataBuilder] = CPUAttentionMetadataBuilder
+
+    @classmethod
+    def get_impl_cls(cls) -> type[CPUAttentionBackendImpl]:
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
+        return cls.builder
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -271,10 +282,5 @@ class GatheringBackend(FullBackend):
 class StreamingBackend(GatheringBackend):
     """Of heads with sinks and a window."""
 
-    @staticmethod
-    def get_impl_cls() -> type[StreamingImpl]:
-        return StreamingImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[StreamingBuilder]:
-        return StreamingBuilder
+    impl = StreamingImpl
+    builder = StreamingBuilder

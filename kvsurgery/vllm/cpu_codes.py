@@ -214,22 +214,12 @@ def _spans(query: torch.Tensor, tiles: int, page: int) -> Iterator[slice]:
 class NewestBackend(GatheringBackend):
     """Of the newest tokens' cache, which has no attention of its own."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CodesImpl]:
-        return CodesImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[NewestBuilder]:
-        return NewestBuilder
+    impl = CodesImpl
+    builder = NewestBuilder
 
 
 class CodesBackend(GatheringBackend):
     """Of the tiles' cache."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CodesImpl]:
-        return CodesImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CodesBuilder]:
-        return CodesBuilder
+    impl = CodesImpl
+    builder = CodesBuilder

@@ -48,7 +48,6 @@ def parsed(command: Command, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     monkeypatch.setattr(sys, "argv", command.words[1:])
-    monkeypatch.syspath_prepend(str(path.parent))
     with pytest.raises(SystemExit):
         import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)).main()
     [options] = caught

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
-
-import report
-
 from benchmarks import recurrent_report
+from benchmarks.peers import report
 from tests.docs.pages import figures
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,14 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
-
-import contenders
-import entries
-import run
-import worker
-from held import held_bytes
-
+from benchmarks.peers import contenders, entries, run, worker
+from benchmarks.peers.held import held_bytes
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.tiny_recall import FOLDER, task
 
@@ -156,8 +150,9 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.C
             raise ValueError("no more than 2\nat a time")
         return step(entry, cache, token, position)
 
-    def here(command: list, check: bool) -> None:
-        monkeypatch.setattr(sys, "argv", [str(part) for part in command[1:]])
+    def here(command: list, env: dict, check: bool) -> None:
+        assert command[:3] == [Path("python"), "-m", worker.__name__]
+        monkeypatch.setattr(sys, "argv", [str(part) for part in command[2:]])
         worker.main()
 
     monkeypatch.setattr(entries.Entry, "step", refuse)
