@@ -212,6 +212,7 @@ def missing_beside(module: Module, config: Mapping[str, Any], names: Collection[
     required = [*module.model]
     if module.number:
         count = settings.get(module.number)
+        count = len(count) if isinstance(count, list) else count
         if type(count) is not int or not 0 <= count <= MAX_COUNT:
             raise UnsupportedModel(f"config.json: {module.number} is {count!r}, not a number of layers")
         required += (f"{module.layers}.{layer}.{name}" for layer in range(count) for name in module.layer)

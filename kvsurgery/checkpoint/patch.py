@@ -159,7 +159,7 @@ class Module(Table):
         model: names of those outside of layers.
         layer: names inside of each layer.
         layers: where the layers lie.
-        number: config key of their number.
+        number: config key of their number, or of a list with an entry for each.
         defaults: of the module's config class.
         when: by config key, patterns of the tensors that it has only if the value is true.
         optional_prefix: may come before every name.
