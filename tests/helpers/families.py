@@ -347,6 +347,7 @@ SHARED_CACHE = [name for name in FAMILIES if FAMILIES[name].get("num_kv_shared_l
 MEASURED = [
     name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure and name not in SHARED_CACHE
 ]
+MEASURED += [name for name, (text, _) in WITH_IMAGES.items() if text in INSIDE]
 # whose layers with full attention have heads of another number or size
 LAYER_HEADS = [
     name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention and name not in SHARED_CACHE
