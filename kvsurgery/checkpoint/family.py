@@ -190,6 +190,7 @@ class Family:
             text=self.text,
             outer_defaults=self.defaults,
             beside=self.beside,
+            no_reform=self.no_reform or text.no_reform,
         )
 
     @cached_property

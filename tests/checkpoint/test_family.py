@@ -44,7 +44,7 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
 
 
 def test_one_patch_per_tested_family() -> None:
-    around = ("llama4", "llava", "mistral3", "qwen3_5", "qwen3_5_moe", "gemma4")
+    around = ("gemma3", "gemma4", "llama4", "llava", "mistral3", "qwen3_5", "qwen3_5_moe")
     assert supported() == tuple(sorted([*TYPES, *around, *TEXTS]))
 
 

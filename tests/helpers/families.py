@@ -317,6 +317,16 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_vl_moe",
         {"model_type": "qwen3_vl_moe", **TOKENS, "vision_config": DEEPSTACK},
     ),
+    # without `token_type_ids`, tokens of an image do not see later ones
+    "gemma3-images": (
+        "gemma3",
+        {
+            "model_type": "gemma3",
+            "vision_config": {**TOWER, "model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False},
+            "mm_tokens_per_image": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama4-images": ("llama4", {"model_type": "llama4", "vision_config": LLAMA_4_TOWER}),
     "gemma4-images": (
         "gemma4",

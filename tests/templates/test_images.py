@@ -9,15 +9,23 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from kvsurgery.checkpoint.family import load_family
 from tests.helpers.families import IMAGE, REFORM, START, WITH_IMAGES, largest, tokens, with_published_experts
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder, reform_profile
 
 families = pytest.mark.parametrize("family", WITH_IMAGES)
-# REFORM does not cover the text models of the others
-gathering = pytest.mark.parametrize("family", [name for name, (text, _) in WITH_IMAGES.items() if text in REFORM])
+# REFORM does not cover the others, or their text models
+gathering = pytest.mark.parametrize(
+    "family",
+    [
+        name
+        for name, (text, beside) in WITH_IMAGES.items()
+        if text in REFORM and not load_family(beside.get("model_type", "llava")).no_reform
+    ],
+)
 NEW = 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [0, 2, IMAGE, START]}
 SIZED = ("pixtral", "mistral3", "mistral3-ministral")
@@ -154,13 +162,11 @@ def test_saved_again_and_reloaded(mixed, family, tmp_path):
 def test_base_model(mixed, family):
     converted, inputs = mixed(family), alone(prompt(family), 0)
     with torch.no_grad():
-        found = converted.load(AutoModel)(**inputs)
-        if family == "llama4-images":  # its base model has the output layer
-            expected, states = converted.model(**inputs).logits, found.logits
-        else:
-            expected = converted.model.model(**inputs, use_cache=False).last_hidden_state
-            states = found.last_hidden_state
-    assert largest(states - expected, expected) <= 1e-6
+        expected = converted.model(**inputs).logits
+        found = converted.load(AutoModel)(**inputs, use_cache=True)
+        # the base model of Llama 4 has the output layer
+        logits = found.logits if family == "llama4-images" else converted.model.lm_head(found.last_hidden_state)
+    assert largest(logits - expected, expected) <= 1e-6
     assert found.past_key_values.get_seq_length() == inputs["input_ids"].shape[1]
 
 
@@ -194,6 +200,32 @@ def test_names_as_transformers_holds_them_in_memory(checkpoint, mixed, family, t
     converted = convert_folder(tmp_path / "source", tmp_path / "out")
     inputs = prompt(family)
     assert converted.model.generate(**inputs, **GREEDY).equal(mixed(family).model.generate(**inputs, **GREEDY))
+
+
+@pytest.mark.parametrize("auto", [AutoModelForImageTextToText, AutoModel])
+def test_images_of_gemma_3_are_refused_where_their_tokens_see_later_ones(mixed, auto):
+    """Its processor says which tokens are an image's; of prompts of text, it says that none is."""
+    inputs = prompt("gemma3-images")
+    kinds = (inputs["input_ids"] == IMAGE).long()
+    model, stock = mixed("gemma3-images").load(auto), mixed("gemma3-images").stock
+    with torch.no_grad():
+        one_way, both_ways = (stock(**inputs, **options).logits for options in ({}, {"token_type_ids": kinds}))
+    assert not torch.allclose(one_way, both_ways)
+    with pytest.raises(ValueError, match="tokens of an image see each other in both directions"):
+        model(**inputs, token_type_ids=kinds)
+    ids = tokens(2, 40, vocabulary=IMAGE)
+    states = [model(ids, **options)[0] for options in ({}, {"token_type_ids": torch.zeros_like(ids)})]
+    assert states[0].equal(states[1])
+
+
+def test_generation_refuses_images_of_gemma_3_and_reads_text(mixed, all_full):
+    inputs, ids = prompt("gemma3-images"), tokens(2, 40, vocabulary=IMAGE)
+    options = {**GREEDY, "token_type_ids": (inputs["input_ids"] == IMAGE).long()}
+    with pytest.raises(ValueError, match="tokens of an image see each other in both directions"):
+        mixed("gemma3-images").model.generate(**inputs, **options)
+    options["token_type_ids"] = torch.zeros_like(ids)
+    converted = all_full("gemma3-images")
+    assert converted.model.generate(ids, **options).equal(converted.stock.generate(ids, **options))
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl-images", "qwen2_5_vl-images"])
