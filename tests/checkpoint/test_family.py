@@ -67,7 +67,7 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
 @pytest.mark.parametrize("settings", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=str)
 def test_defaults_of_text_models_that_exist_inside_others(model_type: str, settings: dict[str, object]) -> None:
     model = model_of(model_type, text_config={"model_type": TEXTS[model_type], **settings})
-    stock = AutoConfig.for_model(model_type, text_config=settings).text_config
+    stock = AutoConfig.for_model(model_type, text_config={**settings}).text_config
     head_dim = getattr(stock, "head_dim", None) or stock.hidden_size // stock.num_attention_heads
     assert model.dimensions == ModelDimensions(
         stock.num_hidden_layers, stock.num_attention_heads, stock.num_key_value_heads, head_dim

@@ -215,6 +215,16 @@ INSIDE: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 20,
     },
+    "glm4v": {"model_type": "glm4v_text", "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 1]}},
+    "glm4v_moe": {
+        "model_type": "glm4v_moe_text",
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},  # RoPE turns half of a head
+        "n_shared_experts": 1,
+        **GLM,
+        **MOE,
+    },
 }
 
 # models that read images, 8 pixels wide and 12 or 16 high: family of the text model, and what lies beside it
@@ -237,6 +247,17 @@ QWEN = {
     "num_position_embeddings": 16,
     "out_hidden_size": None,  # that of the text model
 }
+GLM_4V = {
+    "depth": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "image_size": 8,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "intermediate_size": 24,
+    "out_hidden_size": None,  # that of the text model
+}
+GLM_TOKENS = {"image_token_id": IMAGE, "image_start_token_id": START, "image_end_token_id": START - 1}
 # what its layers see is added in layers of the text model
 DEEPSTACK = {**QWEN, "deepstack_visual_indexes": [0, 1]}
 QWEN_2 = {
@@ -317,6 +338,16 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_vl_moe",
         {"model_type": "qwen3_vl_moe", **TOKENS, "vision_config": DEEPSTACK},
     ),
+    "glm4v-images": ("glm4v", {"model_type": "glm4v", **GLM_TOKENS, "vision_config": GLM_4V}),
+    "glm46v-images": (
+        "glm4v",
+        {
+            "model_type": "glm46v",
+            **GLM_TOKENS,
+            "vision_config": {**GLM_4V, "model_type": "glm4v_vision", "attention_bias": True},
+        },
+    ),
+    "glm4v_moe-images": ("glm4v_moe", {"model_type": "glm4v_moe", **GLM_TOKENS, "vision_config": GLM_4V}),
     # without `token_type_ids`, tokens of an image do not see later ones
     "gemma3-images": (
         "gemma3",

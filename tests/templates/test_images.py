@@ -45,10 +45,11 @@ def prompt(family, rows=3, tail=8):
     ]
     width = max(map(len, parts))
     ids = torch.stack([torch.cat([part.new_zeros(width - len(part)), part]) for part in parts])
-    if family.startswith("qwen"):  # it takes the patches of all images, one after the other
-        side = 8 if family == "qwen2_vl-images" else 4  # of which two by two are merged, and otherwise none
+    if family.startswith(("qwen", "glm")):  # it takes the patches of all images, one after the other
+        side = 8 if family.startswith(("qwen2_vl", "glm")) else 4  # of which two by two are merged, and otherwise none
         grids = torch.tensor([[1, side, side]]).expand(rows, -1)
-        images = {"pixel_values": pixels.reshape(rows * side * side, -1), "image_grid_thw": grids}
+        patches = pixels.reshape(rows * side * side, -1).repeat(1, 2 if family.startswith("glm") else 1)  # frames
+        images = {"pixel_values": patches, "image_grid_thw": grids}
         if not transformers.__version__.startswith("4."):  # which finds the images by their tokens
             images["mm_token_type_ids"] = (ids == IMAGE).int()
     if family.startswith("gemma4"):
