@@ -53,12 +53,15 @@ ARCHITECTURES = (
 )
 # the converter's other architectures, which are served with the original's cache and a warning
 DENSE = (
+    "Cohere2MoeForCausalLM",
     "Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoeForCausalLM",
     "Gemma3nForCausalLM",
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
+    "HYV3ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
     "PhimoeForCausalLM",
     "SolarOpenForCausalLM",

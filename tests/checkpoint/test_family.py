@@ -221,6 +221,8 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "Ministral"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "version of transformers"),
+        ({"model_type": "cohere2_moe", "first_k_dense_replace": 1}, "replace it by layer_types and mlp_layer_types"),
+        ({"model_type": "hy_v3", "mlp_bias": True}, "mlp_bias"),
         ({"model_type": "llava"}, "one of llama, mistral"),
         ({"model_type": "llava", "text_config": "llama"}, "one of llama, mistral"),
         ({"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3"}}, "one of qwen3_vl_text; text_config is of"),
@@ -233,6 +235,13 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
 def test_what_is_not_supported(config: dict[str, object], word: str) -> None:
     with pytest.raises(UnsupportedModel, match=word):
         Model.of(config)
+
+
+@pytest.mark.parametrize("types", [["sparse"], ["sparse", "moe"], 2], ids=str)
+def test_types_of_layers_with_experts_must_be_known(types: object) -> None:
+    model = model_of("hy_v3", num_hidden_layers=2, num_experts=2, mlp_layer_types=types)
+    with pytest.raises(UnsupportedModel, match="mlp_layer_types"):
+        [*model.missing(["model.norm.weight"])]
 
 
 @pytest.mark.parametrize("name", EVERY)
