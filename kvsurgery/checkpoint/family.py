@@ -23,8 +23,9 @@ config key counts the last layers that share the KV cache of earlier ones, `[mod
 of the family.
 
 In the patch of a model that reads images, `[text]` gives the possible families of its text model, and the prefixes of
-its tensors; everything about heads then comes from this family, and is read from `text_config`. `[beside]` names the
-files in `modules/` that list the tensors of its towers and projectors.
+its tensors; everything about heads then comes from this family, and is read from `text_config`. A text model that
+exists only inside this model has no patch: one with `permute` describes it too. `[beside]` names the files in
+`modules/` that list the tensors of its towers and projectors.
 """
 
 from __future__ import annotations
@@ -174,6 +175,9 @@ class Family:
             raise UnsupportedModel(
                 f"the text model of a {self.name} must be one of {', '.join(self.text)}; text_config is of {name!r}"
             )
+        if self.permute:
+            self.refuse(config)
+            return self
         text = load_family(name)
         text.refuse(config)
         return replace(
@@ -186,6 +190,7 @@ class Family:
             text=self.text,
             outer_defaults=self.defaults,
             beside=self.beside,
+            no_reform=self.no_reform or text.no_reform,
         )
 
     @cached_property

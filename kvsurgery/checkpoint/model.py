@@ -185,11 +185,17 @@ class Model(ModelAttention):
         rules = self.family.experts or Experts()
         if rules.enabled_by and not self._value(self._spelling(rules.enabled_by)):
             return False
+        if rules.types and self._value(rules.types) is not None:
+            types = self._list(rules.types)
+            layers = self._number("num_hidden_layers")
+            if len(types) != layers or any(kind not in ("sparse", "dense") for kind in types):
+                raise UnsupportedModel(f"config.json: {rules.types} must be {layers} times sparse or dense")
+            return types[layer] == "sparse"
         if rules.dense_layers and layer in self._list(rules.dense_layers):
             return False
         if rules.layers and self._value(rules.layers) is not None:
             return layer in self._list(rules.layers)
-        first_layer = self._value(rules.from_layer) if rules.from_layer else 0
+        first_layer = self._value(rules.from_layer) if isinstance(rules.from_layer, str) else rules.from_layer or 0
         if type(first_layer) is not int:
             raise UnsupportedModel(f"config.json: {rules.from_layer} is {first_layer!r}, not a number of layers")
         return layer >= first_layer and (not rules.every or (layer + 1) % self._number(rules.every) == 0)
@@ -212,6 +218,7 @@ def missing_beside(module: Module, config: Mapping[str, Any], names: Collection[
     required = [*module.model]
     if module.number:
         count = settings.get(module.number)
+        count = len(count) if isinstance(count, list) else count
         if type(count) is not int or not 0 <= count <= MAX_COUNT:
             raise UnsupportedModel(f"config.json: {module.number} is {count!r}, not a number of layers")
         required += (f"{module.layers}.{layer}.{name}" for layer in range(count) for name in module.layer)

@@ -114,17 +114,19 @@ class Experts(Table):
 
     Attributes:
         enabled_by: config key that is 0 or false if no layer has experts.
-        from_layer: config key of the first layer with experts.
+        from_layer: the first layer with experts, or its config key.
         every: config key of their period.
         layers: config key of a list of the layers with experts, which takes precedence over `every`.
+        types: config key of a list that calls each layer sparse or dense, which takes precedence over all others.
         dense_layers: config key of a list of layers without experts.
         tensors, dense: tensors that only layers with, and without, experts have.
     """
 
     enabled_by: str | None = None
-    from_layer: str | None = None
+    from_layer: int | str | None = None
     every: str | None = None
     layers: str | None = None
+    types: str | None = None
     dense_layers: str | None = None
     tensors: tuple[str, ...] = ()
     dense: tuple[str, ...] = ()
@@ -159,7 +161,7 @@ class Module(Table):
         model: names of those outside of layers.
         layer: names inside of each layer.
         layers: where the layers lie.
-        number: config key of their number.
+        number: config key of their number, or of a list with an entry for each.
         defaults: of the module's config class.
         when: by config key, patterns of the tensors that it has only if the value is true.
         optional_prefix: may come before every name.

@@ -85,9 +85,13 @@ def _logits(model: transformers.PreTrainedModel, tokens: torch.Tensor, sizes: li
     """float32 logits [1, tokens, vocabulary], of tokens fed in parts of some sizes."""
     model.eval()
     cache, parts = None, []
+    # left out, some models that read images count the positions of each part from 0 in transformers 4
+    positions = torch.arange(tokens.shape[1])[None]
     with torch.inference_mode():
-        for part in tokens.split(sizes, 1):
-            output = model(part, use_cache=len(sizes) > 1, **{CACHE: cache})
+        for part, places in zip(tokens.split(sizes, 1), positions.split(sizes, 1), strict=True):
+            mask = torch.ones(1, int(places[0, -1]) + 1, dtype=torch.int64)
+            options = {"attention_mask": mask, "position_ids": places, CACHE: cache}
+            output = model(part, use_cache=len(sizes) > 1, **options)
             cache = output.get(CACHE)
             parts.append(output.logits.float())
     return torch.cat(parts, 1)

@@ -114,7 +114,8 @@ def both_rope_spellings(config: Mapping[str, Any], by_type: bool = False) -> dic
         full_rope = _mapping(parameters.get(FULL_ATTENTION, parameters))
         scaling = {key: value for key, value in full_rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
         result = {key: full_rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in full_rope}
-        result["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+        # models that read images have sections there that are not scaled
+        result["rope_scaling"] = None if scaling in ({}, {"rope_type": "default"}) else scaling
         if SLIDING_ATTENTION in parameters and not by_type:
             result["rope_local_base_freq"] = _mapping(parameters[SLIDING_ATTENTION]).get("rope_theta", 10_000.0)
         return result

@@ -127,8 +127,9 @@ def ignored(config: Any, codes: bool = False) -> Iterator[str]:
 
 
 def has_bidirectional_images(config: Any) -> bool:
-    """Whether tokens of an image see each other in both directions, as in the larger models of Gemma 4."""
-    return setting(setting(config, "text_config"), "use_bidirectional_attention") == "vision"
+    """Whether tokens of an image see each other in both directions, as in Gemma 3 and the larger models of Gemma 4."""
+    text = setting(config, "text_config")
+    return setting(config, "model_type") == "gemma3" or setting(text, "use_bidirectional_attention") == "vision"
 
 
 def servable_layout(config: Any) -> KVLayout:

@@ -6,13 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from kvsurgery.checkpoint.family import supported
+from kvsurgery.checkpoint.family import load_family, supported
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
-from tests.helpers.families import EVERY, FAMILIES
+from tests.helpers.families import EVERY, FAMILIES, INSIDE, WITH_IMAGES
 
+# by the type of a model that reads images, that of its text model, which exists only there
+TEXTS = {beside["model_type"]: INSIDE[text]["model_type"] for text, beside in WITH_IMAGES.values() if text in INSIDE}
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
 # families whose config may give layers a window; three are asked for more, below
 SLIDING = [name for name in TYPES if Model.of({"model_type": name}).family.window is not None]
@@ -42,7 +44,8 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
 
 
 def test_one_patch_per_tested_family() -> None:
-    assert supported() == tuple(sorted([*TYPES, "llama4", "llava", "mistral3", "qwen3_5", "qwen3_5_moe", "gemma4"]))
+    around = ("gemma3", "gemma4", "llama4", "llava", "mistral3", "qwen3_5", "qwen3_5_moe")
+    assert supported() == tuple(sorted([*TYPES, *around, *TEXTS]))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -58,6 +61,22 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
         assert dimensions == (model.dimensions if windows[layer] is None else model.sliding_dimensions)
     assert model.hidden == stock.hidden_size
     assert model.windows == reference_windows(model_type, {})
+
+
+@pytest.mark.parametrize("model_type", TEXTS)
+@pytest.mark.parametrize("settings", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=str)
+def test_defaults_of_text_models_that_exist_inside_others(model_type: str, settings: dict[str, object]) -> None:
+    model = model_of(model_type, text_config={"model_type": TEXTS[model_type], **settings})
+    stock = AutoConfig.for_model(model_type, text_config={**settings}).text_config
+    head_dim = getattr(stock, "head_dim", None) or stock.hidden_size // stock.num_attention_heads
+    assert model.dimensions == ModelDimensions(
+        stock.num_hidden_layers, stock.num_attention_heads, stock.num_key_value_heads, head_dim
+    )
+    assert model.hidden == stock.hidden_size
+    slides = [kind == "sliding_attention" for kind in getattr(stock, "layer_types", None) or ()]
+    assert model.windows == tuple(
+        stock.sliding_window if any(slides[layer:][:1]) else None for layer in range(model.dimensions.layers)
+    )
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -202,8 +221,12 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "Ministral"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "version of transformers"),
+        ({"model_type": "cohere2_moe", "first_k_dense_replace": 1}, "replace it by layer_types and mlp_layer_types"),
+        ({"model_type": "hy_v3", "mlp_bias": True}, "mlp_bias"),
         ({"model_type": "llava"}, "one of llama, mistral"),
         ({"model_type": "llava", "text_config": "llama"}, "one of llama, mistral"),
+        ({"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3"}}, "one of qwen3_vl_text; text_config is of"),
+        ({"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text", "is_causal": False}}, "is_causal"),
         ({"model_type": "llava", "text_config": {"model_type": "gemma2"}}, "text_config is of 'gemma2'"),
         ({"model_type": "llava", "text_config": {"model_type": "mistral", "layer_types": ["x"]}}, "Ministral"),
     ],
@@ -212,6 +235,13 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
 def test_what_is_not_supported(config: dict[str, object], word: str) -> None:
     with pytest.raises(UnsupportedModel, match=word):
         Model.of(config)
+
+
+@pytest.mark.parametrize("types", [["sparse"], ["sparse", "moe"], 2], ids=str)
+def test_types_of_layers_with_experts_must_be_known(types: object) -> None:
+    model = model_of("hy_v3", num_hidden_layers=2, num_experts=2, mlp_layer_types=types)
+    with pytest.raises(UnsupportedModel, match="mlp_layer_types"):
+        [*model.missing(["model.norm.weight"])]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -272,12 +302,12 @@ def test_a_text_model_inside_another(name: str, layer: int | None, part: str) ->
     assert (role.layer, role.part, role.axis is None) == (layer, part, layer is None)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", [*TYPES, *TEXTS])
 def test_what_tensor_parallelism_replicates_is_what_transformers_says(model_type: str) -> None:
-    plan = AutoConfig.for_model(model_type).base_model_tp_plan
+    plan = AutoConfig.for_model(model_type).get_text_config().base_model_tp_plan
     projections = ("k_proj", "qkv_proj")
     projection = next((style for name, style in (plan or {}).items() if name.endswith(projections)), None)
     if model_type == "gpt_oss" and transformers.__version__.startswith("4."):
         assert projection == "colwise"  # only there
         projection = None
-    assert model_of(model_type).family.replicated == (projection != "colwise")
+    assert load_family(model_type).replicated == (projection != "colwise")

@@ -102,6 +102,15 @@ def test_each_spelling_is_made_from_the_other(family, four, five):
     assert whole == five
 
 
+def test_sections_for_time_height_and_width_stay_in_both_spellings():
+    sections = {"rope_type": "default", "mrope_section": [4, 2, 2]}
+    four, five = {"rope_theta": 1e6, "rope_scaling": sections}, {**sections, "rope_theta": 1e6}
+    assert both_rope_spellings({"rope_parameters": five}) == four
+    assert both_rope_spellings(four) == {"rope_parameters": five}
+    published = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+    assert both_rope_spellings(published) == {"rope_parameters": {**five, "rope_type": "mrope"}}
+
+
 def test_configs_without_rope_settings_stay_without():
     assert both_rope_spellings({"model_type": "llama"}) == {}
 

@@ -116,6 +116,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {"model_type": "granitemoe", "attention_multiplier": 0.3, **GRANITE, **MIXTRAL},
     "phimoe": {"model_type": "phimoe", "attention_bias": True, "lm_head_bias": True, **MIXTRAL},
     "minimax_m2": {"model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8, **MIXTRAL},
+    "exaone_moe": {
+        "model_type": "exaone_moe",
+        "head_dim": 16,
+        "sliding_window": 9,
+        "layer_types": INTERLEAVED,
+        "num_experts": 4,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        **MOE,
+    },
+    # the first layer has full attention with RoPE, the third without
+    "cohere2_moe": {
+        "model_type": "cohere2_moe",
+        "head_dim": 16,
+        "attention_bias": True,
+        "sliding_window": 9,
+        "layer_types": [kind + "_attention" for kind in ("full", "sliding", "full", "sliding")],
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "prefix_dense_intermediate_size": 56,
+        "tie_word_embeddings": True,
+    },
+    "hy_v3": {"model_type": "hy_v3", "head_dim": 16, "attention_bias": True, "num_experts": 4, **MOE},
     "qwen3_next": {
         "model_type": "qwen3_next",
         "head_dim": 16,
@@ -190,6 +213,43 @@ def available(settings: dict[str, Any]) -> bool:
 
 FAMILIES = {name: settings for name, settings in FAMILIES.items() if available(settings)}
 
+# text models that exist only inside models that read images
+INSIDE: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 1]}},
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl_text",
+        "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 1]},
+        "use_sliding_window": True,
+        "max_window_layers": 3,
+        "sliding_window": 9,
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl_text",
+        "head_dim": 16,
+        "attention_bias": True,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]},
+    },
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe_text",
+        "head_dim": 16,
+        "num_experts": 4,
+        "decoder_sparse_step": 2,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]},
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+    },
+    "glm4v": {"model_type": "glm4v_text", "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 1]}},
+    "glm4v_moe": {
+        "model_type": "glm4v_moe_text",
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},  # RoPE turns half of a head
+        "n_shared_experts": 1,
+        **GLM,
+        **MOE,
+    },
+}
+
 # models that read images, 8 pixels wide and 12 or 16 high: family of the text model, and what lies beside it
 IMAGE, START = 100, 99  # tokens of an image, and before it
 TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START}
@@ -209,6 +269,28 @@ QWEN = {
     "spatial_merge_size": 1,
     "num_position_embeddings": 16,
     "out_hidden_size": None,  # that of the text model
+}
+GLM_4V = {
+    "depth": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "image_size": 8,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "intermediate_size": 24,
+    "out_hidden_size": None,  # that of the text model
+}
+GLM_TOKENS = {"image_token_id": IMAGE, "image_start_token_id": START, "image_end_token_id": START - 1}
+# what its layers see is added in layers of the text model
+DEEPSTACK = {**QWEN, "deepstack_visual_indexes": [0, 1]}
+QWEN_2 = {
+    "depth": 2,
+    "embed_dim": 16,
+    "hidden_size": None,  # that of the text model
+    "num_heads": 2,
+    "patch_size": 2,
+    "temporal_patch_size": 1,
+    "spatial_merge_size": 2,  # vLLM knows no other
 }
 LLAMA_4_TOWER = {
     **{**TOWER, "intermediate_size": 16},  # as wide as what the pixel shuffle makes
@@ -259,6 +341,46 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe",
         {"model_type": "qwen3_5_moe", **TOKENS, "vision_config": {**QWEN, "model_type": "qwen3_5_moe_vision"}},
     ),
+    "qwen2_vl-images": (
+        "qwen2_vl",
+        {"model_type": "qwen2_vl", **TOKENS, "vision_config": QWEN_2},
+    ),
+    "qwen2_5_vl-images": (
+        "qwen2_5_vl",
+        {
+            "model_type": "qwen2_5_vl",
+            **TOKENS,
+            "vision_config": {**QWEN, "window_size": 8, "fullatt_block_indexes": [1]},
+        },
+    ),
+    "qwen3_vl-images": (
+        "qwen3_vl",
+        {"model_type": "qwen3_vl", **TOKENS, "vision_config": DEEPSTACK},
+    ),
+    "qwen3_vl_moe-images": (
+        "qwen3_vl_moe",
+        {"model_type": "qwen3_vl_moe", **TOKENS, "vision_config": DEEPSTACK},
+    ),
+    "glm4v-images": ("glm4v", {"model_type": "glm4v", **GLM_TOKENS, "vision_config": GLM_4V}),
+    "glm46v-images": (
+        "glm4v",
+        {
+            "model_type": "glm46v",
+            **GLM_TOKENS,
+            "vision_config": {**GLM_4V, "model_type": "glm4v_vision", "attention_bias": True},
+        },
+    ),
+    "glm4v_moe-images": ("glm4v_moe", {"model_type": "glm4v_moe", **GLM_TOKENS, "vision_config": GLM_4V}),
+    # without `token_type_ids`, tokens of an image do not see later ones
+    "gemma3-images": (
+        "gemma3",
+        {
+            "model_type": "gemma3",
+            "vision_config": {**TOWER, "model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False},
+            "mm_tokens_per_image": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama4-images": ("llama4", {"model_type": "llama4", "vision_config": LLAMA_4_TOWER}),
     "gemma4-images": (
         "gemma4",
@@ -274,7 +396,11 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 WITH_IMAGES["gemma4-shared-images"] = ("gemma4-shared", WITH_IMAGES["gemma4-images"][1])
-WITH_IMAGES = {name: model for name, model in WITH_IMAGES.items() if model[0] in FAMILIES}
+WITH_IMAGES = {
+    name: (text, beside)
+    for name, (text, beside) in WITH_IMAGES.items()
+    if text in FAMILIES or (text in INSIDE and available(beside))
+}
 EVERY = [*FAMILIES, *WITH_IMAGES]
 REFORM = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_reform]  # can read by REFORM
 
@@ -285,6 +411,7 @@ SHARED_CACHE = [name for name in FAMILIES if FAMILIES[name].get("num_kv_shared_l
 MEASURED = [
     name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure and name not in SHARED_CACHE
 ]
+MEASURED += [name for name, (text, _) in WITH_IMAGES.items() if text in INSIDE]
 # whose layers with full attention have heads of another number or size
 LAYER_HEADS = [
     name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention and name not in SHARED_CACHE
@@ -305,15 +432,14 @@ def rounding(name: str) -> float:
 def config_of(name: str, **overrides: Any) -> Any:
     """The config of a tiny model; `overrides` are of its text model."""
     text, beside = WITH_IMAGES.get(name, (name, None))
-    settings = {**SMALL, **FAMILIES[text], **overrides}
+    settings = {**SMALL, **(FAMILIES | INSIDE)[text], **overrides}
     if beside is None:
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
-    if "out_hidden_size" in beside["vision_config"]:
-        vision = {**beside["vision_config"], "out_hidden_size": settings["hidden_size"]}
-        beside = {**beside, "vision_config": vision}
+    vision = beside["vision_config"].items()
+    vision = {key: settings["hidden_size"] if value is None else value for key, value in vision}
     tied = overrides.get("tie_word_embeddings", beside.get("tie_word_embeddings", False))
     settings["tie_word_embeddings"] = tied
-    beside = {"model_type": "llava", **beside, "tie_word_embeddings": tied}
+    beside = {"model_type": "llava", **beside, "vision_config": vision, "tie_word_embeddings": tied}
     return AutoConfig.for_model(beside.pop("model_type"), text_config=settings, image_token_index=IMAGE, **beside)
 
 
@@ -335,6 +461,19 @@ def make(name: str, folder: Path, *, shard: str | int = "5GB", seed: int = 0, **
     """Save a random stock checkpoint of a family; `shard` is the largest shard, as `save_pretrained` takes it."""
     stock(name, seed, **overrides).save_pretrained(folder, max_shard_size=shard)
     return folder
+
+
+def with_published_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a Qwen3-VL-MoE whose experts have their input first, as published; transformers 5 may write their
+    output first."""
+    hidden = weights["lm_head.weight"].shape[1]
+    input_first = {"gate_up_proj": 1, "down_proj": 2}  # the axis of the hidden size
+    return {
+        name: tensor.transpose(1, 2).contiguous()
+        if ".experts." in name and tensor.shape[input_first[name.rpartition(".")[2]]] != hidden
+        else tensor
+        for name, tensor in weights.items()
+    }
 
 
 def tokens(batch: int, length: int, seed: int = 0, vocabulary: int = 101) -> torch.Tensor:

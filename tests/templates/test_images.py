@@ -1,23 +1,33 @@
 """Models that read images: what holds for text holds for prompts with images in them."""
 
 import json
+import shutil
 from functools import cache
 from inspect import signature
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.helpers.families import IMAGE, REFORM, START, WITH_IMAGES, largest, tokens
+from kvsurgery.checkpoint.family import load_family
+from tests.helpers.families import IMAGE, REFORM, START, WITH_IMAGES, largest, tokens, with_published_experts
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder, reform_profile
 
 families = pytest.mark.parametrize("family", WITH_IMAGES)
-# REFORM does not cover the text models of the others
-gathering = pytest.mark.parametrize("family", [name for name, (text, _) in WITH_IMAGES.items() if text in REFORM])
+# REFORM does not cover the others, or their text models
+gathering = pytest.mark.parametrize(
+    "family",
+    [
+        name
+        for name, (text, beside) in WITH_IMAGES.items()
+        if text in REFORM and not load_family(beside.get("model_type", "llava")).no_reform
+    ],
+)
 NEW = 6
-GREEDY = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [0, 2, IMAGE]}
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [0, 2, IMAGE, START]}
 SIZED = ("pixtral", "mistral3", "mistral3-ministral")
 SIZES = [[16, 8], [8, 12], [12, 16]]  # of images, in pixels, in families where they may differ; patches have 4 x 4
 
@@ -35,9 +45,13 @@ def prompt(family, rows=3, tail=8):
     ]
     width = max(map(len, parts))
     ids = torch.stack([torch.cat([part.new_zeros(width - len(part)), part]) for part in parts])
-    if family.startswith("qwen3_5"):  # it takes the patches of all images, one after the other
-        patches, grids = pixels.reshape(rows * 16, 3 * 4 * 4), torch.tensor([[1, 4, 4]]).expand(rows, -1)
-        images = {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": (ids == IMAGE).int()}
+    if family.startswith(("qwen", "glm")):  # it takes the patches of all images, one after the other
+        side = 8 if family.startswith(("qwen2_vl", "glm")) else 4  # of which two by two are merged, and otherwise none
+        grids = torch.tensor([[1, side, side]]).expand(rows, -1)
+        patches = pixels.reshape(rows * side * side, -1).repeat(1, 2 if family.startswith("glm") else 1)  # frames
+        images = {"pixel_values": patches, "image_grid_thw": grids}
+        if not transformers.__version__.startswith("4."):  # which finds the images by their tokens
+            images["mm_token_type_ids"] = (ids == IMAGE).int()
     if family.startswith("gemma4"):
         columns = torch.arange(8)  # four patches make a token
         places = torch.stack([columns.repeat(8), columns.repeat_interleave(8)], -1)
@@ -149,13 +163,11 @@ def test_saved_again_and_reloaded(mixed, family, tmp_path):
 def test_base_model(mixed, family):
     converted, inputs = mixed(family), alone(prompt(family), 0)
     with torch.no_grad():
-        expected = converted.model(**inputs, output_hidden_states=True)
-        found = converted.load(AutoModel)(**inputs)
-    if family == "llama4-images":  # its base model has the output layer
-        expected, states = expected.logits, found.logits
-    else:
-        expected, states = expected.hidden_states[-1], found.last_hidden_state
-    assert largest(states - expected, expected) <= 1e-6
+        expected = converted.model(**inputs).logits
+        found = converted.load(AutoModel)(**inputs, use_cache=True)
+        # the base model of Llama 4 has the output layer
+        logits = found.logits if family == "llama4-images" else converted.model.lm_head(found.last_hidden_state)
+    assert largest(logits - expected, expected) <= 1e-6
     assert found.past_key_values.get_seq_length() == inputs["input_ids"].shape[1]
 
 
@@ -189,6 +201,67 @@ def test_names_as_transformers_holds_them_in_memory(checkpoint, mixed, family, t
     converted = convert_folder(tmp_path / "source", tmp_path / "out")
     inputs = prompt(family)
     assert converted.model.generate(**inputs, **GREEDY).equal(mixed(family).model.generate(**inputs, **GREEDY))
+
+
+@pytest.mark.parametrize("auto", [AutoModelForImageTextToText, AutoModel])
+def test_images_of_gemma_3_are_refused_where_their_tokens_see_later_ones(mixed, auto):
+    """Its processor says which tokens are an image's; of prompts of text, it says that none is."""
+    inputs = prompt("gemma3-images")
+    kinds = (inputs["input_ids"] == IMAGE).long()
+    model, stock = mixed("gemma3-images").load(auto), mixed("gemma3-images").stock
+    with torch.no_grad():
+        one_way, both_ways = (stock(**inputs, **options).logits for options in ({}, {"token_type_ids": kinds}))
+    assert not torch.allclose(one_way, both_ways)
+    with pytest.raises(ValueError, match="tokens of an image see each other in both directions"):
+        model(**inputs, token_type_ids=kinds)
+    ids = tokens(2, 40, vocabulary=IMAGE)
+    states = [model(ids, **options)[0] for options in ({}, {"token_type_ids": torch.zeros_like(ids)})]
+    assert states[0].equal(states[1])
+
+
+def test_generation_refuses_images_of_gemma_3_and_reads_text(mixed, all_full):
+    inputs, ids = prompt("gemma3-images"), tokens(2, 40, vocabulary=IMAGE)
+    options = {**GREEDY, "token_type_ids": (inputs["input_ids"] == IMAGE).long()}
+    with pytest.raises(ValueError, match="tokens of an image see each other in both directions"):
+        mixed("gemma3-images").model.generate(**inputs, **options)
+    options["token_type_ids"] = torch.zeros_like(ids)
+    converted = all_full("gemma3-images")
+    assert converted.model.generate(ids, **options).equal(converted.stock.generate(ids, **options))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl-images", "qwen2_5_vl-images"])
+def test_published_names_and_a_flat_config(checkpoint, mixed, family, tmp_path):
+    (tmp_path / "source").mkdir()
+    weights = load_file(checkpoint(family) / "model.safetensors")
+    renamed = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+        for name, tensor in weights.items()
+    }
+    save_file(renamed, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    config = json.loads((checkpoint(family) / "config.json").read_text())
+    sections = {"type": "mrope", "mrope_section": [1, 1, 1]}
+    flat = {**config.pop("text_config"), **config, "rope_theta": 1_000_000.0, "rope_scaling": sections}
+    flat.pop("rope_parameters", None)
+    (tmp_path / "source" / "config.json").write_text(json.dumps(flat))
+    converted = convert_folder(tmp_path / "source", tmp_path / "out")
+    inputs = prompt(family)
+    assert converted.policy.orders == mixed(family).policy.orders
+    assert converted.model.generate(**inputs, **GREEDY).equal(mixed(family).model.generate(**inputs, **GREEDY))
+    expected = logits(mixed(family).stock, inputs)
+    stock = converted.auto.from_pretrained(converted.folder, dtype=torch.float32, attn_implementation="eager").eval()
+    assert largest(logits(stock, inputs) - expected, expected) <= 1e-5
+
+
+def test_experts_as_published(checkpoint, mixed, tmp_path):
+    family = "qwen3_vl_moe-images"
+    shutil.copytree(checkpoint(family), tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    save_file(with_published_experts(load_file(path)), path, {"format": "pt"})
+    converted, inputs = convert_folder(tmp_path / "source", tmp_path / "out"), prompt(family)
+    assert converted.model.generate(**inputs, **GREEDY).equal(mixed(family).model.generate(**inputs, **GREEDY))
+    with torch.no_grad():
+        found = converted.load(AutoModel)(**inputs).last_hidden_state
+        assert found.equal(mixed(family).load(AutoModel)(**inputs).last_hidden_state)
 
 
 def test_the_text_models_part_of_the_config_is_what_changes(checkpoint, mixed):

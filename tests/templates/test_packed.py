@@ -5,6 +5,7 @@ from types import MethodType
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModel
 
 from tests.helpers.families import FAMILIES, IMAGE, WITH_IMAGES, WITH_STATES, largest, tokens
@@ -47,6 +48,8 @@ def test_stock_attention_does_the_same(all_full, family):
 
 @pytest.mark.parametrize("family", [name for name in WITH_IMAGES if WITH_IMAGES[name][0] not in WITH_STATES])
 def test_models_that_read_images(mixed, family):
+    if family in ("glm4v-images", "glm4v_moe-images") and transformers.__version__.startswith("4."):
+        pytest.skip("the stock classes of this version take no positions without a mask")
     model, ids = mixed(family).model, tokens(1, BOUNDS[-1], vocabulary=IMAGE - 2)
     expected = each_alone(model, ids)
     for options in ({}, {"use_cache": None}):

@@ -57,8 +57,9 @@ def processor_of(family: str) -> ProcessorMixin:
         return PixtralProcessor(
             images, _tokenizer({"[IMG]": IMAGE, "[IMG_BREAK]": START - 1, "[IMG_END]": START - 2}), patch_size=PATCH
         )
-    if family.startswith("qwen3_5"):
-        sizes = {"patch_size": PATCH, "temporal_patch_size": 1, "merge_size": 1}
+    if family.startswith("qwen"):
+        merged = 2 if family.startswith("qwen2_vl") else 1
+        sizes = {"patch_size": PATCH // merged, "temporal_patch_size": 1, "merge_size": merged}
         limits = {"shortest_edge": PATCH**2, "longest_edge": SIDE**2}
         names = ("image_pad", "vision_start", "vision_end", "video_pad")
         return Qwen3VLProcessor(

@@ -19,12 +19,19 @@ WITH_LINEAR_LAYERS = {
 }
 # as many frequencies as larger heads have, and interleaved as published; vLLM asks for that, transformers does not
 WITH_MROPE = {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+SECTIONS = {"rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4]}}
+INTERLEAVED_SECTIONS = {"rope_scaling": {**SECTIONS["rope_scaling"], "mrope_interleaved": True}}
 GEMMA_4 = {**UNTIED, "global_head_dim": 64}
 MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(WITH_STATES, WITH_LINEAR_LAYERS),
     # vLLM leaves out biases of the attention
     "qwen3_5": {**WITH_LINEAR_LAYERS, **WITH_MROPE, "attention_bias": False},
     "qwen3_5_moe": {**WITH_LINEAR_LAYERS, **WITH_MROPE},
+    "qwen2_vl": SECTIONS,
+    "qwen2_5_vl": {**SECTIONS, "use_sliding_window": False},  # as Qwen2
+    # as published; vLLM asks for that, transformers does not
+    "qwen3_vl": {**INTERLEAVED_SECTIONS, "attention_bias": False},  # vLLM has no bias of the output projection
+    "qwen3_vl_moe": {**INTERLEAVED_SECTIONS, "norm_topk_prob": True},
     "cohere2": {"sliding_window": 512},  # which nothing reaches: vLLM's own has a token more
     "qwen2": {"use_sliding_window": False},  # vLLM itself refuses one of which only some layers have windows
     "ernie4_5": {"use_bias": False},  # vLLM has no bias of the output projection

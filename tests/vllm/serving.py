@@ -20,7 +20,8 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from tests.helpers.families import WITH_IMAGES, make
+from kvsurgery.checkpoint.source import read_config
+from tests.helpers.families import WITH_IMAGES, make, with_published_experts
 from tests.helpers.surgery import Converted, convert_folder, random_profile
 
 SINK, RECENT = 20, 40
@@ -50,9 +51,12 @@ def converted(family: str, folder: Path, model: dict[str, Any] | None = None, **
 
 
 def rename_as_published(folder: Path) -> None:
-    """Give the tensors of a CLIP or SigLIP tower their published names; vLLM does not know those of transformers 5."""
+    """Give a model that reads images the published names of CLIP's or SigLIP's tower, and Qwen3-VL's experts their
+    published axes; vLLM does not know those of transformers 5."""
     path = folder / "model.safetensors"
     weights = load_file(path)
+    if read_config(folder)["model_type"] == "qwen3_vl_moe":
+        save_file(with_published_experts(weights), path, {"format": "pt"})
     if "vision_tower.embeddings.patch_embedding.weight" in weights:
         save_file(
             {name.replace("vision_tower.", "vision_tower.vision_model."): weight for name, weight in weights.items()},

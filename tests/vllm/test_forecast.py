@@ -55,6 +55,8 @@ def test_the_command_leaves_out_images_that_are_refused() -> None:
     text = {**config(), "use_bidirectional_attention": "vision"}
     assert forecast({**config(), "text_config": text}).command("DIR") == "vllm serve DIR --language-model-only"
     assert forecast(text).command("DIR") == "vllm serve DIR"
+    around = {**config(), "model_type": "gemma3", "text_config": config()}
+    assert forecast(around).command("DIR") == "vllm serve DIR --language-model-only"
 
 
 def test_prompts_within_the_context_need_no_reform() -> None:

@@ -24,9 +24,12 @@ from tests.vllm.substitutes import substitute
 
 # their towers are shown with other text models, and their text models in test_families.py
 REST = ("mistral3", "gemma4-images", "qwen3_5_moe-images")
+# served with the original's cache
+UNSERVED = ("glm4v-images", "glm46v-images", "glm4v_moe-images")
+TEXT_ONLY = "gemma3-images"
 
 
-@pytest.mark.parametrize("family", [name for name in WITH_IMAGES if name not in REST])
+@pytest.mark.parametrize("family", [name for name in WITH_IMAGES if name not in (*REST, TEXT_ONLY, *UNSERVED)])
 def test_tokens_are_those_of_the_emitted_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     substitute(monkeypatch)
     text_model, _ = WITH_IMAGES[family]
@@ -50,3 +53,13 @@ def test_tokens_are_those_of_the_emitted_model(family: str, tmp_path: Path, monk
         assert_equal(generate(llm, rows, logit_bias={IMAGE: -100}), wanted)
         lengths = [*map(len, texts), *(row["input_ids"].shape[1] for row in inputs)]
         assert cached_tokens(llm) - before >= sum((length - 1) // BLOCK * BLOCK for length in lengths) - 2 * BLOCK
+
+
+def test_text_where_images_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3, where tokens of an image see each other in both directions."""
+    substitute(monkeypatch)
+    model = {**MODELS[WITH_IMAGES[TEXT_ONLY][0]], "tie_word_embeddings": False}
+    checkpoint, texts = converted(TEXT_ONLY, tmp_path, model=model), prompts(vocabulary=TEXT)
+    wanted = reference(checkpoint.model, texts, suppress_tokens=[IMAGE])
+    with engine(checkpoint.folder, language_model_only=True) as llm:
+        assert_equal(generate(llm, texts, logit_bias={IMAGE: -100}), wanted)
