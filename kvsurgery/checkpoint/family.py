@@ -17,10 +17,9 @@ In `[windows]`, `kind` is what `layer_types` calls layers without full attention
 `layers` that of a list with a number for each layer, 0 where it has full attention. `[full_attention]` has the config
 keys of dimensions that layers with full attention have of their own, and of the switch for layers without `v_proj`,
 whose values are made from the projected keys. `[parallel]` says where transformers' tensor parallelism does not split
-the heads, `[reform]` why REFORM does not cover a family, `[measure]` why its heads cannot be measured. `[rope]` says
-whether layer types have RoPE of their own, and whether `rope_parameters` is their only spelling, `[sharing]` which
-config key counts the last layers that share the KV cache of earlier ones, `[modeling]` is what the emitted code says
-of the family.
+the heads, `[reform]` why REFORM does not cover a family. `[rope]` says whether layer types have RoPE of their own, and
+whether `rope_parameters` is their only spelling, `[sharing]` which config key counts the last layers that share the KV
+cache of earlier ones, `[modeling]` is what the emitted code says of the family.
 
 In the patch of a model that reads images, `[text]` gives the possible families of its text model, and the prefixes of
 its tensors; everything about heads then comes from this family, and is read from `text_config`. `[beside]` names the
@@ -88,7 +87,6 @@ class Family:
         beside: by prefix, the towers and projectors beside the text model.
         replicated: whether every process of tensor parallelism has all heads.
         no_reform: the reason why REFORM cannot read long prompts, if it cannot.
-        no_measure: the reason why heads cannot be measured, if they cannot.
         rope_by_type: whether sliding layers do not use the scaled RoPE.
         rope_parameters_only: whether no version of transformers 4 reads it.
     """
@@ -114,7 +112,6 @@ class Family:
     beside: Mapping[str, Mapping[str, str]]
     replicated: bool
     no_reform: str | None
-    no_measure: str | None
     rope_by_type: bool
     rope_parameters_only: bool
 
@@ -233,7 +230,6 @@ def load_family(name: str) -> Family:
         rope_parameters_only=patch.rope.parameters_only,
         sharing=patch.sharing.layers if patch.sharing else None,
         no_reform=f"REFORM does not cover {title}: {patch.reform.refused}" if patch.reform else None,
-        no_measure=f"the heads of {title} cannot be measured: {patch.measure.refused}" if patch.measure else None,
     )
 
 

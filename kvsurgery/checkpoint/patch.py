@@ -224,7 +224,6 @@ class Patch(Table):
     sharing: Sharing | None = None
     rope: Rope = Rope()
     reform: Refused | None = None
-    measure: Refused | None = None
     parallel: Parallel | None = None
     permute: tuple[str, ...] = ()
     permute_if_present: tuple[str, ...] = ()

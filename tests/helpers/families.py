@@ -281,10 +281,6 @@ REFORM = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_typ
 
 # whose last layers share the KV cache of earlier ones
 SHARED_CACHE = [name for name in FAMILIES if FAMILIES[name].get("num_kv_shared_layers")]
-# whose heads are measured
-MEASURED = [
-    name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure and name not in SHARED_CACHE
-]
 # whose layers with full attention have heads of another number or size
 LAYER_HEADS = [
     name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention and name not in SHARED_CACHE
