@@ -187,15 +187,15 @@ class Mesh:
 def check_divisible(measured: MeasuredModel) -> None:
     """Refuse a model with more than attention that depends on a whole prompt, of which a process sees its own part.
 
-    Such are the states of linear attention, RoPE by the length of a prompt, and queries with a factor by their place.
+    Such are states in place of a KV cache, RoPE by the length of a prompt, and queries with a factor by their place.
 
     Raises:
         UnsupportedModel: it does.
     """
     if 0 in measured.windows:
         raise UnsupportedModel(
-            f"{measured.name} has linear attention, with states of all tokens before, so that processes cannot share "
-            "the tokens of a prompt; leave `sp` out"
+            f"{measured.name} has layers with states of all earlier tokens, so that processes cannot share the tokens "
+            "of a prompt; leave `sp` out"
         )
     kinds = getattr(getattr(decoder_of(measured.model), "rotary_emb", None), "rope_type", None)
     by_length = {"dynamic", "longrope"}.intersection(kinds.values() if isinstance(kinds, dict) else [kinds])

@@ -107,7 +107,7 @@ class TestMesh:
     @pytest.mark.parametrize("family", WITH_STATES)
     def test_states_of_all_tokens(self, family):
         measured = measured_model(stock(family), name="org/next")
-        with pytest.raises(UnsupportedModel, match=r"org/next has linear attention, .* leave `sp` out"):
+        with pytest.raises(UnsupportedModel, match=r"org/next has layers with states .* leave `sp` out"):
             check_divisible(measured)
 
     def test_factors_that_are_counted_from_the_start_of_a_prompt(self):

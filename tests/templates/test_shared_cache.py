@@ -208,7 +208,7 @@ def test_commands_tell_of_shared_layers(checkpoint, tmp_path, family):
     assert "OK" in done("verify", tmp_path / "out").out
     card = " ".join((tmp_path / "out" / "README.md").read_text().split())
     assert "3 of 6 layers have no KV cache of their own" in card
-    assert "Linear attention" not in card
+    assert "Layers with states" not in card
 
 
 @families
