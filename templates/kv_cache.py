@@ -244,7 +244,7 @@ class KVSurgeryCache(HandingCache):
         self.graph: Any = None  # of decode steps, if whoever runs them has one (kv_graph.py)
         self.repeated = 0  # tokens that the next input begins with, and that are here already
         sources = {layer.source for layer in layout.layers}
-        layers = [
+        layers: list[Any] = [
             KVLayerCache(layer, self.columns, index in sources) if layer.heads else cache_utils.LinearAttentionLayer()
             for index, layer in enumerate(layout.layers)
             if layer.source is None  # those that share a cache come last

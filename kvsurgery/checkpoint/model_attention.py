@@ -18,6 +18,7 @@ from kvsurgery.templates.kv_layout import text_config
 # larger numbers in a config are nonsense, and would make lists of that length
 MAX_DIMENSION = 1 << 20
 MAX_POSITIONS = 1 << 30  # Llama 4 Scout has ten million
+OLD_KINDS = {"attention": FULL_ATTENTION, "mamba": "linear_attention"}  # earlier names in `layer_types`
 # a row of o_proj has to fit a window of the engine
 MAX_WIDTH = 1 << 17
 
@@ -212,6 +213,7 @@ class ModelAttention:
         if types is None and size is not None and window.layer_types == "required":
             raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
+            types = [OLD_KINDS.get(kind, kind) for kind in types] if self.family.states else types
             allowed_types = (FULL_ATTENTION, window.kind)
             if len(types) != layers or any(item not in allowed_types for item in types):
                 raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(allowed_types)}")

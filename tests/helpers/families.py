@@ -40,6 +40,7 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 GEMMA_4 = {
     "head_dim": 16,
     "global_head_dim": 32,
@@ -149,6 +150,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_dense_layers": 1,
         **MOE,
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "layer_types": HYBRID["layer_types"],
+        "attention_multiplier": 0.3,
+        "shared_intermediate_size": 32,
+        "head_dim": 16,
+        **GRANITE,
+        **MIXTRAL,
+        **MAMBA,
     },
     "gemma4": {
         "model_type": "gemma4_text",

@@ -188,3 +188,24 @@ def test_without_layer_types_every_fourth_layer_has_heads(tmp_path):
     converted = convert_folder(source, tmp_path / "out")
     assert [layer.heads for layer in converted.policy.layers] == [0, 0, 0, 4, 0]
     assert converted.model.config.layer_types.index("full_attention") == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention", "mamba", "attention"]}),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [1, 3]}),
+    ],
+)
+def test_other_spellings_of_layers(tmp_path, family, settings):
+    kinds = ["conv" if family == "lfm2" else "linear_attention", "full_attention"] * 2
+    source = make(family, tmp_path / "source", layer_types=kinds)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | settings))
+    converted = convert_folder(source, tmp_path / "out", sparsity=0.0)
+    assert [layer.heads for layer in converted.policy.layers] == [0, 4, 0, 4]
+    assert converted.model.config.layer_types == kinds
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        expected = converted.stock(ids).logits
+        assert largest(converted.model(ids).logits - expected, expected) < 1e-5
