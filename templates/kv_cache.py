@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -22,12 +23,7 @@ from .kv_layout import KVLayout, LayerLayout, Quantization
 # what transformers calls a cache among arguments and outputs, since version 5.24 and before
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
-
-
-NO_WAY_BACK = (
-    "layers with linear attention have one state of all tokens, from which none can be taken back; generate without "
-    "a draft model, and do not use this model as one"
-)
+NO_WAY_BACK = "some layers have one state of all tokens, from which none can be taken back; generate without drafts"
 
 
 class Handle(NamedTuple):
@@ -224,13 +220,6 @@ class KVLayerCache(HandingLayer):
         self._find_runs()
 
 
-def linear_layer() -> Any:
-    """The stock cache of a layer with linear attention: the states of its convolution and its recurrence."""
-    from transformers.cache_utils import LinearAttentionLayer  # transformers 4 has none
-
-    return LinearAttentionLayer()
-
-
 class HandingCache(Cache):
     """A cache whose attention layers hand new states to the attention function."""
 
@@ -244,7 +233,7 @@ class KVSurgeryCache(HandingCache):
         quantization: how full and budgeted heads are stored, in place of what the config says.
     """
 
-    layers: list[Any]  # in the model's order: `attention`, and stock caches of linear attention
+    layers: list[Any]  # in the model's order: `attention`, and stock caches of states
     max_cache_len = -1  # none, as peft writes it
 
     def __init__(self, config: Any, capacity: int = 0, quantization: Quantization | None = None):
@@ -255,8 +244,8 @@ class KVSurgeryCache(HandingCache):
         self.graph: Any = None  # of decode steps, if whoever runs them has one (kv_graph.py)
         self.repeated = 0  # tokens that the next input begins with, and that are here already
         sources = {layer.source for layer in layout.layers}
-        layers = [
-            KVLayerCache(layer, self.columns, index in sources) if layer.heads else linear_layer()
+        layers: list[Any] = [
+            KVLayerCache(layer, self.columns, index in sources) if layer.heads else cache_utils.LinearAttentionLayer()
             for index, layer in enumerate(layout.layers)
             if layer.source is None  # those that share a cache come last
         ]
@@ -310,7 +299,7 @@ class KVSurgeryCache(HandingCache):
         """Keep enough of streaming heads that tokens appended from here on can be taken back by `crop`.
 
         Raises:
-            ValueError: layers with linear attention have one state of all tokens.
+            ValueError: layers have a state of all tokens.
         """
         if self.linear:
             raise ValueError(NO_WAY_BACK)
@@ -321,8 +310,7 @@ class KVSurgeryCache(HandingCache):
         """Take tokens back: a negative number says how many, a positive one how many stay (transformers 4).
 
         Raises:
-            ValueError: streaming heads have dropped what the earlier state needs, or tiles have taken it; or layers
-                have linear attention.
+            ValueError: streaming heads have dropped what is needed, tiles have taken it, or layers have states.
         """
         seen = self.get_seq_length()
         tokens = int(tokens)  # transformers 5 may count in a tensor

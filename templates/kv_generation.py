@@ -39,8 +39,9 @@ class KVSurgeryModel:
         for decoder_layer, layer in zip(decoder.layers, layout.attended, strict=True):
             if layer.heads:
                 decoder_layer.self_attn.kv_layout = layer
-            else:
-                decoder_layer.linear_attn.register_forward_pre_hook(mask_padding, with_kwargs=True)
+        for module in decoder.layers.modules():
+            if any(isinstance(part, torch.nn.Conv1d) for part in module.children()):  # it has states
+                module.register_forward_pre_hook(mask_padding, with_kwargs=True)
         for module in self.modules():
             if module is not self and any(part is decoder for part in module.modules()):
                 module.register_forward_pre_hook(enter)
@@ -336,8 +337,8 @@ def leave(*args) -> None:
     RUNNING.set(RUNNING.get()[:-1])
 
 
-def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """Mask single tokens of linear attention that are padding: stock code takes a single token for a generated one."""
+def mask_padding(module: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Mask a single token that is padding in a module with states: stock code takes it for a generated one."""
     cache, states = options[CACHE if CACHE in options else "cache_params"], options["hidden_states"]
     if not isinstance(cache, KVSurgeryCache) or states.shape[1] > 1 or not cache.columns.padding_open:
         return None

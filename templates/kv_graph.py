@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
 from .kv_cache import CACHE, KVSurgeryCache
-from .kv_layout import LINEAR, text_config
+from .kv_layout import has_states, text_config
 
 logger = logging.get_logger(__name__)
 EAGER_STEPS = 2  # steps over the same storage before one is captured; they compile what there is to compile
@@ -132,7 +132,7 @@ def fits(model: torch.nn.Module, arguments: dict) -> bool:
         return False
     if split_over_devices(model) or waits_for_the_device(text_config(config)):
         return False
-    if LINEAR in (getattr(text_config(config), "layer_types", None) or ()):  # the stock cache may move its states
+    if has_states(text_config(config)):  # the stock cache may move its states
         return False
     if arguments.get("return_dict") is False or not getattr(config, "return_dict", True):
         return False

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .kv_cache import CACHE
-from .kv_layout import LINEAR
+from .kv_layout import has_states
 
 # arguments by which stock attention, of some implementation, would compute or return something else
 UNKNOWN = "output_attentions", "head_mask", "position_bias", "sliding_window"
@@ -87,10 +87,8 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
         )
     if cache is not None or arguments.get("use_cache"):
         raise ValueError("packed texts cannot share a KV cache; pass use_cache=False, or one text a row, padded")
-    if LINEAR in (getattr(config, "layer_types", None) or ()):
-        raise ValueError(
-            "the linear attention of this model cannot tell packed texts apart; pass one text a row, padded"
-        )
+    if has_states(config):
+        raise ValueError("layers with states cannot tell packed texts apart; pass one text a row, padded")
     return starts[:, None, None]
 
 

@@ -11,7 +11,11 @@ from typing import Any
 VERSION = 2
 QUANTIZATION = {1: "quantisation", 2: "quantization"}
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
-LINEAR = "linear_attention"  # what `layer_types` of a config calls layers that have a state and no KV cache
+STATES = (
+    "linear_attention",
+    "mamba",
+    "conv",
+)  # what `layer_types` of a config calls layers that have a state and no KV cache
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # and those with a window of their own
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
@@ -349,6 +353,11 @@ def text_config(config: Any) -> Any:
     return config if part is None or (isinstance(config, dict) and not isinstance(part, dict)) else part
 
 
+def has_states(config: Any) -> bool:
+    """Whether layers of a text model have states of all earlier tokens, by its config."""
+    return not {*STATES}.isdisjoint(setting(config, "layer_types") or ())
+
+
 def layer_setting(config: Any, layer: int, name: str) -> Any:
     """What such a config has under a name for one layer; `per_layer_config` says where layers differ.
 
@@ -409,7 +418,8 @@ class KVLayout:
             raise ValueError(f"layer_types of config.json is not a list: {layer_types!r}")
         for index, layer in enumerate(layers):
             heads = layer_setting(text, index, "num_key_value_heads") or setting(text, "num_attention_heads")
-            expected_heads = 0 if layer_types[index : index + 1] == [LINEAR] or layer.source is not None else heads
+            has_state = index < len(layer_types) and layer_types[index] in STATES
+            expected_heads = 0 if has_state or layer.source is not None else heads
             if layer.heads != expected_heads:
                 raise ValueError(
                     f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {expected_heads}"

@@ -10,17 +10,18 @@ one number for each query head, and `gated_queries` has the rows of each query h
 Every tensor that a patch lists must be in a checkpoint. Each layer has the tensors of layers, and the config key in
 `[numbers]` gives the count for a `*`. Exceptions are `lm_head.weight` if embeddings are tied, names with `**`, those of
 `unread` in `[copy]`, and those of `permute_if_present`, unless `[when]` lists them: by config key, patterns of the
-tensors that a model has if the key's value is true. `[experts]` gives the layers with experts, and the tensors that
+tensors that a model has if the key's value is true. `[only]` lists, by what `layer_types` calls layers, patterns of the
+tensors that no other layers have. `[experts]` gives the layers with experts, and the tensors that
 only layers with experts, or only layers without them, have. `[instead]` lists tensors that may replace another one.
 
 In `[windows]`, `kind` is what `layer_types` calls layers without full attention, `size` the key of their window, and
-`layers` that of a list with a number for each layer, 0 where it has full attention. `[full_attention]` has the config
+`layers` that of a list with a number for each layer, 0 where it has full attention. `[states]` gives the sizes of the
+states that layers have in place of a KV cache. `[full_attention]` has the config
 keys of dimensions that layers with full attention have of their own, and of the switch for layers without `v_proj`,
 whose values are made from the projected keys. `[parallel]` says where transformers' tensor parallelism does not split
-the heads, `[reform]` why REFORM does not cover a family, `[measure]` why its heads cannot be measured. `[rope]` says
-whether layer types have RoPE of their own, and whether `rope_parameters` is their only spelling, `[sharing]` which
-config key counts the last layers that share the KV cache of earlier ones, `[modeling]` is what the emitted code says
-of the family.
+the heads, `[reform]` why REFORM does not cover a family. `[rope]` says whether layer types have RoPE of their own, and
+whether `rope_parameters` is their only spelling, `[sharing]` which config key counts the last layers that share the KV
+cache of earlier ones, `[modeling]` is what the emitted code says of the family.
 
 In the patch of a model that reads images, `[text]` gives the possible families of its text model, and the prefixes of
 its tensors; everything about heads then comes from this family, and is read from `text_config`. A text model that
@@ -46,6 +47,7 @@ from kvsurgery.checkpoint.patch import (
     Modeling,
     Module,
     Patch,
+    States,
     Table,
     Windows,
     permuted,
@@ -55,7 +57,6 @@ from kvsurgery.checkpoint.role import Role
 from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.system.resources import PATCHES
 from kvsurgery.system.typed_toml import read_table
-from kvsurgery.templates.kv_layout import LINEAR
 
 LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
 MODULES = PATCHES / "modules"
@@ -80,6 +81,8 @@ class Family:
         permute: shapes of tensors with heads; only some checkpoints have those of `optional`.
         copied: tensors that are copied.
         when: by config key, patterns of the tensors that a model has only if the key's value is true.
+        only: by kind of layers, patterns of the tensors that no other layers have.
+        states: sizes of the states of layers without a KV cache; None if there are no such layers.
         experts: the layers with experts; None if that does not decide which tensors a layer has.
         instead: by tensor, the tensors that may replace it in a checkpoint, with `*` for each expert.
         numbers: by the beginning of a name with `*`, the config key of the count.
@@ -89,7 +92,6 @@ class Family:
         beside: by prefix, the towers and projectors beside the text model.
         replicated: whether every process of tensor parallelism has all heads.
         no_reform: the reason why REFORM cannot read long prompts, if it cannot.
-        no_measure: the reason why heads cannot be measured, if they cannot.
         rope_by_type: whether sliding layers do not use the scaled RoPE.
         rope_parameters_only: whether no version of transformers 4 reads it.
     """
@@ -106,6 +108,8 @@ class Family:
     optional: Mapping[str, tuple[str, ...]]
     copied: Copied
     when: Mapping[str, tuple[str, ...]]
+    only: Mapping[str, tuple[str, ...]]
+    states: States | None
     experts: Experts | None
     instead: Mapping[str, tuple[str, ...]]
     numbers: Mapping[str, str]
@@ -115,7 +119,6 @@ class Family:
     beside: Mapping[str, Mapping[str, str]]
     replicated: bool
     no_reform: str | None
-    no_measure: str | None
     rope_by_type: bool
     rope_parameters_only: bool
 
@@ -123,11 +126,6 @@ class Family:
     def module(self) -> str:
         """Name of the emitted modeling module."""
         return f"modeling_kvsurgery_{self.name}"
-
-    @property
-    def has_linear_layers(self) -> bool:
-        """Whether the layers without full attention have linear attention."""
-        return self.window is not None and self.window.kind == LINEAR
 
     @property
     def has_chunked_layers(self) -> bool:
@@ -226,6 +224,8 @@ def load_family(name: str) -> Family:
         optional=permuted(patch.permute_if_present),
         copied=patch.copy,
         when=patch.when,
+        only=patch.only,
+        states=patch.states,
         experts=patch.experts,
         instead=patch.instead,
         numbers=patch.numbers,
@@ -238,7 +238,6 @@ def load_family(name: str) -> Family:
         rope_parameters_only=patch.rope.parameters_only,
         sharing=patch.sharing.layers if patch.sharing else None,
         no_reform=f"REFORM does not cover {title}: {patch.reform.refused}" if patch.reform else None,
-        no_measure=f"the heads of {title} cannot be measured: {patch.measure.refused}" if patch.measure else None,
     )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from kvsurgery.checkpoint.experts import EXPERTS
 from kvsurgery.checkpoint.family import load_family, load_module, supported
 from kvsurgery.checkpoint.headers import Tensor
-from kvsurgery.checkpoint.model_attention import ModelAttention
+from kvsurgery.checkpoint.model_attention import ModelAttention, matches
 from kvsurgery.checkpoint.patch import Experts, Module
 from kvsurgery.checkpoint.quantization import Quantization
 from kvsurgery.checkpoint.role import Role
@@ -172,13 +171,13 @@ class Model(ModelAttention):
             return False
         if self.family.experts is None:
             return True
-        if _matches(part, self.family.experts.tensors):
+        if matches(part, self.family.experts.tensors):
             return self._has_experts(layer)
-        return not (_matches(part, self.family.experts.dense) and self._has_experts(layer))
+        return not (matches(part, self.family.experts.dense) and self._has_experts(layer))
 
     def _applies(self, part: str) -> bool:
         """Whether the config requires a tensor that only some models have."""
-        keys = [key for key, patterns in self.family.when.items() if _matches(part, patterns)]
+        keys = [key for key, patterns in self.family.when.items() if matches(part, patterns)]
         return all(self._value(key) for key in keys) if keys else part not in self.family.optional
 
     def _has_experts(self, layer: int) -> bool:
@@ -225,7 +224,7 @@ def missing_beside(module: Module, config: Mapping[str, Any], names: Collection[
     unset = [pattern for key, patterns in module.when.items() if not settings.get(key) for pattern in patterns]
     has_prefix = bool(module.optional_prefix) and any(name.startswith(module.optional_prefix) for name in names)
     prefix = module.optional_prefix if has_prefix else ""
-    yield from (prefix + name for name in required if not _matches(name, unset) and prefix + name not in names)
+    yield from (prefix + name for name in required if not matches(name, unset) and prefix + name not in names)
 
 
 def _unsupported(config: Mapping[str, Any]) -> str:
@@ -233,7 +232,3 @@ def _unsupported(config: Mapping[str, Any]) -> str:
     if config.get("kv_lora_rank"):
         return "caches one latent for all heads (MLA), so no KV head can keep less than another"
     return f"is not supported; supported: {', '.join(supported())}"
-
-
-def _matches(part: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(part, pattern) for pattern in patterns)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from kvsurgery.checkpoint.family import Family
@@ -16,6 +18,7 @@ from kvsurgery.templates.kv_layout import text_config
 # larger numbers in a config are nonsense, and would make lists of that length
 MAX_DIMENSION = 1 << 20
 MAX_POSITIONS = 1 << 30  # Llama 4 Scout has ten million
+OLD_KINDS = {"attention": FULL_ATTENTION, "mamba": "linear_attention"}  # earlier names in `layer_types`
 # a row of o_proj has to fit a window of the engine
 MAX_WIDTH = 1 << 17
 
@@ -67,8 +70,14 @@ class ModelAttention:
         return tuple(full if window is None else sliding for window in self.windows)
 
     @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """What `layer_types` calls each layer."""
+        other = self.family.window.kind if self.family.window else FULL_ATTENTION
+        return tuple(FULL_ATTENTION if window is None else other for window in self.windows)
+
+    @cached_property
     def layer_heads(self) -> tuple[range, ...]:
-        """The KV heads of each layer in the source's order; linear attention has none."""
+        """The KV heads of each layer in the source's order; layers with states have none."""
         pairs = zip(self.layer_dimensions, self.windows, strict=True)
         return tuple(range(0 if window == 0 else dimensions.kv_heads) for dimensions, window in pairs)
 
@@ -76,12 +85,13 @@ class ModelAttention:
         """Whether a layer has a tensor that other layers of the model have.
 
         If keys are values, a layer has no `v_proj`. If it shares the KV cache of an earlier layer, it has neither
-        `v_proj` nor tensors of keys. Linear attention has tensors of its own.
+        `v_proj` nor tensors of keys. Layers without a KV cache have tensors of their own.
         """
         if layer in self.sources and part.startswith(("self_attn.k_", "self_attn.v_")):
             return False
-        if self.family.has_linear_layers and part.startswith(("self_attn.", "linear_attn.")):
-            return part.startswith("linear_attn.") == (self.windows[layer] == 0)
+        kinds = [kind for kind, patterns in self.family.only.items() if matches(part, patterns)]
+        if kinds and self.kinds[layer] not in kinds:
+            return False
         full = self.family.full_attention
         if full is None or not part.startswith("self_attn.v_proj.") or not self._value(full.keys_are_values):
             return True
@@ -102,14 +112,14 @@ class ModelAttention:
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, the model's own sliding window or the size of its chunks, in tokens; None is full attention.
 
-        0 is linear attention, which has no KV cache. A window that spans every position the model has counts as full
+        0 is a layer with states, which has no KV cache. A window that spans every position the model has counts as full
         attention.
         """
         sliding, size = self._sliding_layers
         layers = len(sliding)
         if not any(sliding):
             return (None,) * layers
-        if type(size) is not int or (size < 1 and not self.family.has_linear_layers):
+        if type(size) is not int or (size < 1 and not self.family.states):
             raise UnsupportedModel(f"config.json has sliding layers, but {self._window_size} is {size!r}")
         if size >= self._number("max_position_embeddings", MAX_POSITIONS) and not self.family.full_attention:
             return (None,) * layers
@@ -135,17 +145,21 @@ class ModelAttention:
         return {layer: last_by_kind[sliding[layer]] for layer in range(first_shared, len(sliding))}
 
     def state_bytes(self, itemsize: int = 2) -> int:
-        """Bytes of a sequence's states in all layers with linear attention.
+        """Bytes of a sequence's states in all layers that have some.
 
-        A layer stores the last inputs of its convolution, in elements of `itemsize` bytes, and for each value head a
-        float32 matrix, the recurrent state.
+        A layer stores the last inputs of its convolution, in elements of `itemsize` bytes, and a recurrent state in
+        float32.
         """
-        if not self.family.has_linear_layers:
+        states = self.family.states
+        if states is None:
             return 0
-        names = "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"
-        keys, key_dim, values, value_dim, kernel = (self._number(f"linear_{name}") for name in names)
-        convolution = (2 * keys * key_dim + values * value_dim) * kernel * itemsize
-        return self.windows.count(0) * (convolution + 4 * values * key_dim * value_dim)
+        layer_bytes = itemsize * self._sum(states.convolution) + 4 * self._sum(states.recurrence)
+        return self.windows.count(0) * layer_bytes
+
+    def _sum(self, products: Iterable[str]) -> int:
+        """The sum of products of numbers and config keys, as `States` has them."""
+        factors = ([*product.split(" * ")] for product in products)
+        return sum(prod(int(one) if one.isdecimal() else self._number(one) for one in row) for row in factors)
 
     def _of_full_attention(self) -> dict[str, int]:
         """The dimensions that layers with full attention have of their own.
@@ -184,8 +198,7 @@ class ModelAttention:
 
     @cached_property
     def _sliding_layers(self) -> tuple[list[bool], Any]:
-        """Whether each layer has no full attention, and the window or the chunk of those that have none; 0 is linear
-        attention."""
+        """Whether each layer has no full attention, and the window or chunk of those that have none; 0 for states."""
         layers = self._number("num_hidden_layers")
         window, text = self.family.window, self.text
         if not isinstance(text.get("layer_types"), list | None):
@@ -194,12 +207,13 @@ class ModelAttention:
             return [False] * layers, None
         enabled = window.enabled_by is None or self._value(window.enabled_by)
         size = self._value(self._window_size) if enabled else None
-        if self.family.has_linear_layers:
+        if self.family.states:
             size = 0
         types = text.get("layer_types") if window.layer_types else None
         if types is None and size is not None and window.layer_types == "required":
             raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
+            types = [OLD_KINDS.get(kind, kind) for kind in types] if self.family.states else types
             allowed_types = (FULL_ATTENTION, window.kind)
             if len(types) != layers or any(item not in allowed_types for item in types):
                 raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(allowed_types)}")
@@ -208,6 +222,11 @@ class ModelAttention:
             return [item != FULL_ATTENTION for item in kinds], size
         if size is None:
             return [False] * layers, size
+        if window.full_layers:
+            full_layers = self._value(window.full_layers)
+            if not isinstance(full_layers, list | None):
+                raise UnsupportedModel(f"config.json: {window.full_layers} is {full_layers!r}, not a list of layers")
+            return [full_layers is not None and layer not in full_layers for layer in range(layers)], size
         flags = self._value(window.layers) if window.layers else None
         if flags:
             if not isinstance(flags, list) or len(flags) < layers:
@@ -237,3 +256,8 @@ class ModelAttention:
         if type(value) is not int or not 0 < value <= maximum:
             raise UnsupportedModel(f"config.json: {key} is {value!r}, not a number between 1 and {maximum}")
         return value
+
+
+def matches(part: str, patterns: Iterable[str]) -> bool:
+    """Whether a tensor's name is one of some patterns."""
+    return any(fnmatchcase(part, pattern) for pattern in patterns)

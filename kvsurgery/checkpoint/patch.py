@@ -19,7 +19,7 @@ from kvsurgery.system.resources import PATCHES
 from kvsurgery.system.typed_toml import check_types
 
 AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")
-# what `layer_types` of a config calls the attention of layers, besides LINEAR
+# what `layer_types` of a config calls the attention of layers, besides STATES
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 CHUNKED_ATTENTION = "chunked_attention"
@@ -29,11 +29,6 @@ PERMUTATIONS = PATCHES / "shared" / "permutations.toml"
 COMMON_KEYS = (
     "head_dim",
     "hidden_size",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
     "max_position_embeddings",
     "num_attention_heads",
     "num_experts_per_tok",
@@ -84,15 +79,17 @@ class Windows(Table):
         layer_types: whether attention reads `layer_types`, or requires it.
         layers: config key of a list with a number for each layer, 0 where it has full attention.
         from_layer: config key of the first layer that slides.
+        full_layers: config key of a list of the layers with full attention; null is all.
         full_every: period of layers with full attention, or its config key.
     """
 
-    kind: Literal["sliding_attention", "chunked_attention", "linear_attention"] = "sliding_attention"
+    kind: Literal["sliding_attention", "chunked_attention", "linear_attention", "conv"] = "sliding_attention"
     size: str = "sliding_window"
     enabled_by: str | None = None
     layer_types: bool | Literal["required"] = False
     layers: str | None = None
     from_layer: str | None = None
+    full_layers: str | None = None
     full_every: int | str | None = None
 
 
@@ -143,6 +140,24 @@ class Copied(Table):
     layer: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     layers_beyond: str | None = None
+
+
+@dataclass(frozen=True)
+class States(Table):
+    """The elements of a layer's states: each number is a sum of products of config keys.
+
+    Attributes:
+        convolution: of the last inputs of its convolution, in the dtype of the model.
+        recurrence: of its recurrent state, in float32.
+    """
+
+    convolution: tuple[str, ...]
+    recurrence: tuple[str, ...] = ()
+
+    def keys(self) -> Iterator[str]:
+        """The config keys of all factors."""
+        for product in (*self.convolution, *self.recurrence):
+            yield from (factor for factor in product.split(" * ") if not factor.isdecimal())
 
 
 @dataclass(frozen=True)
@@ -226,11 +241,12 @@ class Patch(Table):
     sharing: Sharing | None = None
     rope: Rope = Rope()
     reform: Refused | None = None
-    measure: Refused | None = None
     parallel: Parallel | None = None
     permute: tuple[str, ...] = ()
     permute_if_present: tuple[str, ...] = ()
     when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    states: States | None = None
     experts: Experts | None = None
     instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
@@ -251,7 +267,7 @@ class Patch(Table):
         tensors = [*in_layers, *self.copy.model]
         _check_known(self.instead, tensors, "instead")
         experts = self.experts or Experts()
-        _check_patterns({**self.when, "experts": (*experts.tensors, *experts.dense)}, tensors)
+        _check_patterns({**self.when, **self.only, "experts": (*experts.tensors, *experts.dense)}, tensors)
         for module in self.beside.values():
             _check_known(module, ("section", "module", "default"), "beside")
         for name in [*tensors, *(name for names in self.instead.values() for name in names)]:
@@ -264,6 +280,8 @@ class Patch(Table):
         full = self.full_attention
         experts = self.experts or Experts()
         yield from (windows.size, windows.enabled_by or "", windows.layers or "", windows.from_layer or "")
+        yield windows.full_layers or ""
+        yield from self.states.keys() if self.states else ()
         yield str(windows.full_every)
         yield from vars(full).values() if full else ()
         yield from (value for value in vars(experts).values() if isinstance(value, str))

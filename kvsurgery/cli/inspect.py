@@ -66,9 +66,9 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
     yield "family", facts.model_type
     if facts.dimensions:
         yield "attention", facts.dimensions
-        if linear := facts.windows.count(0):
+        if stateful := facts.windows.count(0):
             states = f"states of {console.size(facts.states)} a sequence, not counted as KV cache"
-            yield "linear", f"{linear} of {facts.dimensions.layers} layers have linear attention, with {states}"
+            yield "states", f"{stateful} of {facts.dimensions.layers} layers have no KV cache, but {states}"
         for window, layers in Counter(filter(None, facts.windows)).items():
             heads_note = f", with {facts.sliding.heads}" if facts.sliding else ""
             kind, prefix = ("chunked", "their chunk of ") if facts.chunked else ("sliding", "")

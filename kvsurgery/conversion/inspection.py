@@ -97,7 +97,7 @@ class Facts:
         model_type: as config.json has it.
         dimensions: attention dimensions, None where the family is unknown; where layers differ, of full attention.
         sliding: dimensions of layers with a sliding window, None where they are the same.
-        windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
+        windows: per layer, the model's own sliding window in tokens, 0 without a KV cache and None for full attention.
         shared: layers that share the KV cache of an earlier one.
         chunked: whether a token sees its own chunk instead of a window.
         states: bytes of a sequence's states in layers with linear attention, in 16 bit; not in `kv_bytes`.

@@ -14,7 +14,7 @@ from kvsurgery.checkpoint.source import read_config
 from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import Mismatch
 from kvsurgery.templates.kv_cache import CACHE
-from kvsurgery.templates.kv_layout import LINEAR, QUANTIZATION
+from kvsurgery.templates.kv_layout import QUANTIZATION, has_states
 
 # largest difference over max(1, largest logit): float32 sums in another order, half precision rounds at every layer
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -33,7 +33,7 @@ class LogitsReport:
 def compare_logits(folder: str | Path, dtype: str = "auto") -> LogitsReport:
     """Run both models on the same random tokens, the emitted one through its cache: a prompt, then single steps.
 
-    So does a stock one with linear attention, whose states are rounded in other places if all tokens come at once.
+    So does a stock one with states, which are rounded in other places if all tokens come at once.
 
     One model is in memory at a time. The emitted code is executed: verify it first.
 
@@ -53,10 +53,9 @@ def compare_logits(folder: str | Path, dtype: str = "auto") -> LogitsReport:
     # eager: stock SDPA leaves the soft cap of some families out
     stock_model = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     parts = [PROMPT] + [1] * STEPS
-    has_linear_layers = LINEAR in (getattr(config.get_text_config(), "layer_types", None) or ())
     loaded_dtype, stock_logits = (
         stock_model.dtype,
-        _logits(stock_model, tokens, parts if has_linear_layers else [PROMPT + STEPS]),
+        _logits(stock_model, tokens, parts if has_states(config.get_text_config()) else [PROMPT + STEPS]),
     )
     del stock_model
     gc.collect()

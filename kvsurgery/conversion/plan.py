@@ -154,7 +154,7 @@ def plan_moves(
         if role.layer is None or role.axis is None or beyond_last:
             moves[tensor.name] = unmoved(tensor)
         elif not heads[role.layer]:
-            raise CheckpointError(f"{tensor.name!r} is in layer {role.layer}, which has linear attention")
+            raise CheckpointError(f"{tensor.name!r} is in layer {role.layer}, which has no KV cache")
         else:
             dimensions = model.layer_dimensions[role.layer]
             _check_shape(tensor, role, dimensions, model.hidden)

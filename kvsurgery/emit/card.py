@@ -118,7 +118,7 @@ def model_card(
         front_matter=_front_matter(repo_id[0] if repo_id else None, original),
         hashes=code_hashes({**code, **side_code.files}),
         kv_rows=[{**row, "tokens": length_name(row["tokens"])} for row in kv_table(config)],
-        linear_layers=sum(not layer.heads for layer in policy.layout.attended),
+        state_layers=sum(not layer.heads for layer in policy.layout.attended),
         longest=length_name(lengths_of(config)[-1]),
         model_type=config["model_type"],
         repo_id=repo_id[0] if repo_id else None,

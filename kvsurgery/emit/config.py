@@ -16,7 +16,7 @@ from kvsurgery.checkpoint.side_code import side_references
 from kvsurgery.errors import CheckpointError
 from kvsurgery.heads.section import layout_section
 from kvsurgery.policy.policy import Policy
-from kvsurgery.templates.kv_layout import LINEAR, text_config
+from kvsurgery.templates.kv_layout import text_config
 
 # a cache implementation in a generation config would push the emitted cache aside
 CACHE_OPTIONS = ("cache_implementation", "cache_config")
@@ -51,8 +51,8 @@ def converted_config(model: Model, policy: Policy, dtype: str | None = None) -> 
         full_shape = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
         full_layers = [layer for layer, window in enumerate(model.windows) if window is None]
         text |= {"head_dim": sliding.head_dim, "per_layer_config": {str(layer): full_shape for layer in full_layers}}
-    if family.has_linear_layers:
-        text["layer_types"] = [LINEAR if window == 0 else FULL_ATTENTION for window in model.windows]
+    if family.states and text.get("layer_types") is None:
+        text["layer_types"] = [*model.kinds]
     if dtype is not None:
         _name_dtype(result, text, dtype)
     own_classes = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}

@@ -42,7 +42,7 @@ class ModelDimensions:
 def attention_name(window: int | None) -> str:
     """The attention of a layer as text, from its entry in `ModelLayers.windows`."""
     if window == 0:
-        return "linear attention"
+        return "no KV cache"
     return "full attention" if window is None else f"a sliding window of {window} tokens"
 
 
@@ -52,7 +52,7 @@ class ModelLayers:
 
     Attributes:
         dimensions: of the layers with full attention.
-        windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
+        windows: per layer, the model's own sliding window in tokens, 0 without a KV cache and None for full attention.
         chunked: whether windows are chunks.
         sliding: dimensions of the layers with a window, if they differ from the model's.
         sources: from each layer that shares the KV cache of an earlier layer to that layer.

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
-from kvsurgery.measure.model import decoder_of
+from kvsurgery.measure.model import decoder_of, last_token
 from kvsurgery.templates import kv_softmax
+from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_codes import dequantize, quantize, rotated
 from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization
 
@@ -63,6 +64,8 @@ class CacheTrial:
         self.prompt = prompt
         self.outputs: list[Any] = []  # of each layer with an unchanged cache
         self.states: dict[int, KeysValues] = {}
+        # of linear attention: the last inputs of a convolution, and a recurrent state
+        self.linear_states: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._read_prompt(None)
         modules = decoder_of(model).layers
         hooks = [module.register_forward_hook(lambda *call: self.outputs.append(call[-1])) for module in modules]
@@ -91,9 +94,10 @@ class CacheTrial:
         divergences = []
         for rows in changes.split(rows_at_once):
             changed_layers = (rows != EXACT).any(2).any(0).nonzero()
-            log_probabilities = self._log_probabilities(
-                rows, int(changed_layers[0]) if len(changed_layers) else len(self.layers.windows) - 1, count
-            )
+            first_layer = int(changed_layers[0]) if len(changed_layers) else len(self.layers.windows) - 1
+            # other layers read the keys and values of those whose cache is shared
+            first_layer = min([first_layer, *self.layers.sources.values()])
+            log_probabilities = self._log_probabilities(rows, first_layer, count)
             # row by row, since logits are most of the memory
             divergences += [next_token_divergence(row, self.exact[: len(row)]).cpu() for row in log_probabilities]
         return torch.stack(divergences)
@@ -115,19 +119,42 @@ class CacheTrial:
     @torch.no_grad()
     def _read_prompt(self, changes: torch.Tensor | None) -> None:
         """Read the prompt and keep its keys and values; `changes` [layers, kv_heads] says which heads stream."""
+        cache = DynamicCache(config=self.model.config)
+        # transformers 4 has no such layers
+        with_states: dict[int, Any] = {
+            place: layer for place, layer in enumerate(cache.layers) if hasattr(layer, "conv_states")
+        }
+        options = {CACHE: cache} if with_states else {}
         with intercepted(self.model, partial(self._record, changes=changes), masks=False):
-            self.model(self.tokens, use_cache=False, logits_to_keep=1)
+            kept = last_token(self.tokens)
+            self.model(self.tokens, use_cache=bool(with_states), logits_to_keep=kept, **options)
+        self.linear_states = {
+            place: (layer.conv_states[0], layer.recurrent_states[0]) for place, layer in with_states.items()
+        }
 
     def _log_probabilities(self, changes: torch.Tensor, first_layer: int, count: int) -> torch.Tensor:
         """Log-probabilities [rows, count, vocabulary] with these caches, which differ from `first_layer` on."""
         rows = len(changes)
         positions = torch.arange(self.prompt, self.prompt + count, device=self.model.device)[None]
         attend = partial(self._attend, changes=changes.to(self.model.device))
+        options = {CACHE: self._cache_of_states(rows)} if self.linear_states else {}
         with torch.no_grad(), intercepted(self.model, attend, masks=False), self._resumed(first_layer, rows, count):
             logits = self.model(
-                self.following[:, :count].expand(rows, -1), position_ids=positions, use_cache=False
+                self.following[:, :count].expand(rows, -1),
+                position_ids=positions,
+                use_cache=bool(options),
+                **options,
             ).logits
         return logits.float().log_softmax(-1)
+
+    def _cache_of_states(self, rows: int) -> DynamicCache:
+        """A stock cache of `rows` rows with the states of linear attention after the prompt, and no keys and values."""
+        cache = DynamicCache(config=self.model.config)
+        for layer, (convolution, recurrence) in self.linear_states.items():
+            cache.update_conv_state(convolution.expand(rows, *convolution.shape[1:]), layer)
+            if recurrence is not None:
+                cache.update_recurrent_state(recurrence.expand(rows, *recurrence.shape[1:]), layer)
+        return cache
 
     @contextmanager
     def _resumed(self, first_layer: int, rows: int, count: int) -> Generator[None]:
@@ -149,8 +176,9 @@ class CacheTrial:
         output = blockwise.layer_attention(query, key, value, scoring, self.layers.windows[layer], self.layers.chunked)
         if changes is None:
             return output.transpose(1, 2), None
+        kinds = changes[self.layers.sources.get(layer, layer)]
         for kind, cache in enumerate(self.caches):
-            if isinstance(cache, Window) and len(heads := (changes[layer] == kind).nonzero()[:, 0]):
+            if isinstance(cache, Window) and len(heads := (kinds == kind).nonzero()[:, 0]):
                 states = [
                     tensor.unflatten(1, (key.shape[1], -1))[:, heads].flatten(1, 2) for tensor in (query, key, value)
                 ]
@@ -167,7 +195,7 @@ class CacheTrial:
         """The attention of the following tokens over each row's cache and themselves."""
         layer, (rows, heads) = module.layer_idx, key.shape[:2]
         if self.layers.windows[layer] is None:
-            kinds = changes[:, layer].expand(rows, heads)
+            kinds = changes[:, self.layers.sources.get(layer, layer)].expand(rows, heads)
         else:  # it may have another number of heads
             kinds = changes.new_full((rows, heads), EXACT)
         states = [
@@ -250,6 +278,7 @@ def _known_output(output: Any, *arguments: Any, **options: Any) -> Any:
 def _repeated(output: Any, rows: int, count: int) -> Any:
     """A layer's output, cut to `count` tokens and repeated for `rows` rows."""
     if isinstance(output, torch.Tensor):
-        return output[:, :count].expand(rows, *output[:, :count].shape[1:])
+        *streams, _, _, hidden = output.shape  # several streams of hidden states in Gemma 3n
+        return output[..., :count, :].expand(*streams, rows, count, hidden)
     first, *others = output
     return _repeated(first, rows, count), *others

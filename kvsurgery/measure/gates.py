@@ -28,7 +28,7 @@ LOGIT_POSITIONS = 1024  # positions whose logits are held at a time
 
 
 def initial_gates(measured: MeasuredModel) -> torch.Tensor:
-    """One gate per KV head of the layers with full attention, float32 [gated layers, kv_heads], all 1.
+    """One gate per KV head of the caches of full attention, float32 [gated layers, kv_heads], all 1.
 
     Raises:
         UnsupportedModel: every layer has a sliding window of its own.
@@ -38,9 +38,10 @@ def initial_gates(measured: MeasuredModel) -> torch.Tensor:
 
 
 def gate_scores(measured: MeasuredModel, gates: torch.Tensor) -> np.ndarray:
-    """float32 [layers, kv_heads], 0 in layers without gates."""
+    """float32 [layers, kv_heads], 0 in layers without gates; layers that share a KV cache have the same."""
     scores = np.zeros((measured.dimensions.layers, measured.dimensions.kv_heads), dtype=np.float32)
-    scores[measured.full_layers()] = gates.detach().cpu().numpy()
+    places = measured.cached_layers()
+    scores[[*places]] = gates.detach().cpu().numpy()[[*places.values()]]
     return scores
 
 
@@ -50,7 +51,8 @@ def mixed_attention(
 ) -> Generator[None]:
     """Inside, a KV head of gate a gives a * full + (1 - a) * streaming attention. Inputs have no padding.
 
-    Layers with a window of their own keep it. Memory is linear in the tokens. Gradients reach the gates, and have to be
+    Layers with a window of their own keep it, and layers that share a KV cache share its gates. Memory is linear in the
+    tokens. Gradients reach the gates, and have to be
     taken inside.
 
     Args:
@@ -58,14 +60,14 @@ def mixed_attention(
         sink, recent: streaming attention of query i is over j <= i with j < sink or i - j < recent.
         mesh: the processes that share prompts.
     """
-    place = {layer: place for place, layer in enumerate(measured.full_layers())}
+    places = measured.cached_layers()
 
     def attend(stock, module, query, key, value, attention_mask, **options):
         window = measured.windows[module.layer_idx]
         states = query, key, value, scoring_of(query, options)
         output = blockwise.layer_attention(*states, window, measured.layers.chunked)
         if gates is not None and window is None:
-            local_gates = gates[place[module.layer_idx]][mesh.heads(gates.shape[1], key.shape[1])]
+            local_gates = gates[places[module.layer_idx]][mesh.heads(gates.shape[1], key.shape[1])]
             gate = local_gates.repeat_interleave(query.shape[1] // key.shape[1])[:, None, None]
             output = gate * output + (1 - gate) * blockwise.streaming(*states, sink, recent)
         return output.to(query.dtype).transpose(1, 2).contiguous(), None

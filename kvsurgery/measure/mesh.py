@@ -91,7 +91,7 @@ class Mesh:
                 measured = MeasuredModel.load(source, revision, device="cpu", parts=parts, **options)
                 self._shard(measured)
         if self.sp > 1:
-            check_rope(measured)
+            check_divisible(measured)
         return measured
 
     def _shard(self, measured: MeasuredModel) -> None:
@@ -184,14 +184,19 @@ class Mesh:
         return DeviceMesh(device, ranks, mesh_dim_names=("prompts", "tokens", "heads"))["tokens"]
 
 
-def check_rope(measured: MeasuredModel) -> None:
-    """Refuse a model whose rotary embedding depends on a prompt's length, or whose queries are scaled by their place.
+def check_divisible(measured: MeasuredModel) -> None:
+    """Refuse a model with more than attention that depends on a whole prompt, of which a process sees its own part.
 
-    A process sees only its own part of the prompt.
+    Such are states in place of a KV cache, RoPE by the length of a prompt, and queries with a factor by their place.
 
     Raises:
         UnsupportedModel: it does.
     """
+    if 0 in measured.windows:
+        raise UnsupportedModel(
+            f"{measured.name} has layers with states of all earlier tokens, so that processes cannot share the tokens "
+            "of a prompt; leave `sp` out"
+        )
     kinds = getattr(getattr(decoder_of(measured.model), "rotary_emb", None), "rope_type", None)
     by_length = {"dynamic", "longrope"}.intersection(kinds.values() if isinstance(kinds, dict) else [kinds])
     if by_length:

@@ -138,15 +138,20 @@ class MeasuredModel:
         return tuple(self.layers.windows)
 
     def full_layers(self) -> list[int]:
-        """Layers with full attention.
+        """Layers with full attention and a KV cache of their own.
 
         Raises:
-            UnsupportedModel: every layer has a sliding window of its own.
+            UnsupportedModel: there is none.
         """
-        layers = [layer for layer, window in enumerate(self.windows) if window is None]
+        layers = self.layers.eligible.nonzero()[0].tolist()
         if not layers:
             raise UnsupportedModel(f"no layer of {self.name} has full attention: no head reads the whole context")
         return layers
+
+    def cached_layers(self) -> dict[int, int]:
+        """From each layer with full attention to the place in `full_layers` of the layer whose KV cache it reads."""
+        places = {layer: place for place, layer in enumerate(self.full_layers())}
+        return places | {layer: places[own] for layer, own in self.layers.sources.items() if own in places}
 
     @property
     def fingerprint(self) -> str:
@@ -183,7 +188,7 @@ class MeasuredModel:
         states = []
         hook = decoder_of(self.model).register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
         try:
-            self.model(tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+            self.model(tokens, position_ids=positions, use_cache=False, logits_to_keep=last_token(tokens))
         finally:
             hook.remove()
         return states[0]
@@ -242,12 +247,11 @@ def _measurable_layers(model: Model, name: str) -> ModelLayers:
     Raises:
         UnsupportedModel: its heads cannot be measured.
     """
-    if model.family.no_measure:
-        raise UnsupportedModel(model.family.no_measure)
-    if model.sources:
+    oldest = model.family.modeling.oldest
+    if oldest and oldest > int(transformers.__version__.split(".")[0]):
         raise UnsupportedModel(
-            f"the heads of {name} cannot be measured, since its last layers share the KV cache of earlier ones; "
-            "import a profile"
+            f"the heads of {name} cannot be measured with transformers {transformers.__version__}, which computes "
+            f"something else with {model.family.modeling.title}; install transformers {oldest}"
         )
     return model.layers
 
@@ -259,6 +263,14 @@ def _tokenizer(weights: str | Path, options: dict[str, Any]) -> PreTrainedTokeni
         if needs_trust(error):
             raise untrusted(weights, "tokenizer") from error
         return None
+
+
+def last_token(tokens: torch.Tensor) -> torch.Tensor:
+    """What to give as `logits_to_keep` of tokens [batch, tokens], for one logit.
+
+    For a number, transformers leaves earlier queries out of layers that share a KV cache.
+    """
+    return torch.tensor([tokens.shape[1] - 1], device=tokens.device)
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

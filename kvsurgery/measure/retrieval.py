@@ -74,10 +74,10 @@ class Attended(NamedTuple):
 
 
 class AnswerStep(NamedTuple):
-    """One token of an answer, and what every layer attended to when it was said."""
+    """One token of an answer, and what every layer with attention attended to when it was said."""
 
     token: int
-    layers: list[Attended]
+    layers: dict[int, Attended]
 
 
 @dataclass(frozen=True)
@@ -208,14 +208,15 @@ def _trial(
     trial = {"answer": answer_text, "right": float(right)}
     if right <= RIGHT:
         return trial
-    return {**trial, "scores": sum(_step_scores(step, needle_span, tokens, method) for step in steps)}
-
-
-def _step_scores(step: AnswerStep, needle_span: range, tokens: np.ndarray, method: str) -> np.ndarray:
-    """What the heads of every layer score at one step of an answer: float64 [layers, query_heads]."""
-    if method == "headkv-r":
-        return np.array([copy_score(layer, needle_span, tokens, step.token) for layer in step.layers])
-    return np.array([mass_score(layer, needle_span) for layer in step.layers])
+    heads = len(next(iter(steps[0].layers.values())).weights)
+    scores = np.zeros((measured.dimensions.layers, heads))
+    for step in steps:
+        for layer, attended in step.layers.items():
+            is_copy = method == "headkv-r"
+            scores[layer] += (
+                copy_score(attended, needle_span, tokens, step.token) if is_copy else mass_score(attended, needle_span)
+            )
+    return {**trial, "scores": scores}
 
 
 def judge_answer(
@@ -264,7 +265,7 @@ def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int)
             answer_tokens.append(ids.item())
             if answer_tokens[-1] in end_tokens or "\n" in text_of(measured.text, answer_tokens).lstrip():
                 break
-            steps.append(AnswerStep(answer_tokens[-1], [layers[layer] for layer in sorted(layers)]))
+            steps.append(AnswerStep(answer_tokens[-1], layers))
     return steps
 
 

@@ -36,8 +36,8 @@ class HeadProfile(TensorFile):
         sink, recent: tokens of the streaming heads that the scores were measured with, if any.
         embedding_heads: the heads of a reform profile, by layer, state and head; empty in other profiles.
         ranking: the ranks from which they were picked, if measured.
-        windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention; None
-            as a whole if unknown, as in files of version 0.1.
+        windows: per layer, the model's own sliding window in tokens, 0 without a KV cache, None for full attention;
+            None as a whole if unknown, as in files of version 0.1.
         fingerprint: fingerprint of the measured weights, if known.
 
     Raises:
@@ -231,5 +231,5 @@ def _optional_int(text: str | None) -> int | None:
 
 
 def _are_windows(windows: Sequence[int | None], layers: int) -> bool:
-    """Whether each layer has an entry: a number of tokens, 0 for linear attention, or None."""
+    """Whether each layer has an entry: a number of tokens, 0 without a KV cache, or None."""
     return len(windows) == layers and all(size is None or (type(size) is int and size >= 0) for size in windows)

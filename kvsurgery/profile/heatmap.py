@@ -35,7 +35,7 @@ def draw(profile: HeadProfile, width: int, color: bool) -> Text:
         side_columns[f"{sparsity * 100:.0f}"] = [SLIDES if count is None else str(count) for count in counts]
     values, scale_end, unit = shown(profile.method, profile.head_scores)
     reduced_note = ", query heads averaged over their KV head" if profile.granularity == "query" else ""
-    kind = "linear attention" if 0 in (profile.windows or ()) else "a sliding window"
+    kind = "no KV cache" if 0 in (profile.windows or ()) else "a sliding window"
     slides_note = "" if profile.eligible.all() else f"; {SLIDES} marks layers with {kind}"
     text = Text(
         f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}"

@@ -48,7 +48,7 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
     for sparsity, blue in zip(SPARSITIES, BLUES, strict=True):
         full_counts = full_heads(profile, sparsity).sum(axis=1)
         bars.bar(range(layers), full_counts, width=1, color=blue, label=f"{sparsity:.0%}")
-    kind = "linear" if 0 in (profile.windows or ()) else "sliding"
+    kind = "no cache" if 0 in (profile.windows or ()) else "sliding"
     for layer in np.flatnonzero(~profile.eligible):
         is_first = layer == profile.eligible.argmin()
         bars.axvspan(layer - 0.5, layer + 0.5, color=GRAY, lw=0, label=kind if is_first else None)

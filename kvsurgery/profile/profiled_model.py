@@ -23,7 +23,7 @@ class ProfiledModel:
     Attributes:
         name, revision: Hub id or the folder's name, and the commit where known.
         dimensions: of attention.
-        windows: per layer, its own sliding window in tokens, 0 for linear and None for full attention; None as a
+        windows: per layer, its own sliding window in tokens, 0 without a KV cache, None for full; None as a
             whole if unknown.
         fingerprint: of the weights, if there are any.
     """

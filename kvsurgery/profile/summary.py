@@ -56,24 +56,24 @@ def _embedding_facts(profile: HeadProfile) -> dict[str, Any]:
 
 
 def describe(profile: HeadProfile) -> str:
-    """A profile in two lines of text, and one more for sliding layers and one for linear attention."""
+    """A profile in two lines of text, and one more for sliding layers and one for layers without a KV cache."""
     model = f"{profile.base_model} ({profile.model})\n"
     if profile.scores is None:
         return f"{model}{profile.method} embedding heads: {', '.join(map(str, profile.embedding_heads))}"
     scores = profile.scores
     layers, heads = scores.shape
     at_max = int((scores == scores.max()).sum())
-    linear = (profile.windows or ()).count(0)
-    sliding = int((~profile.eligible).sum()) - linear
+    without_cache = (profile.windows or ()).count(0)
+    sliding = int((~profile.eligible).sum()) - without_cache
     windows_note = (
         f"\n{sliding} of {layers} layers have a sliding window of the model's own: no head of theirs can be full"
     )
-    states_note = f"\n{linear} of {layers} layers have linear attention: their scores are not read"
+    states_note = f"\n{without_cache} of {layers} layers have no KV cache: their scores are not read"
     return (
         f"{model}{profile.method} scores of {layers} x {heads} {kind_of_head(profile.granularity)}s: "
         f"{scores.min():.4g} to {scores.max():.4g}, mean {scores.mean(dtype=np.float64):.4g}, "
         f"{at_max} of {scores.size} at the maximum"
-        f"{windows_note if sliding else ''}{states_note if linear else ''}"
+        f"{windows_note if sliding else ''}{states_note if without_cache else ''}"
     )
 
 

@@ -171,6 +171,6 @@ def _check_budgets(layout: KVLayout) -> None:
         )
     if any(layer.source is not None or layer.native or not layer.heads for layer in layout.attended):
         raise ValueError(
-            "vLLM serves budgeted heads only where no layer has a sliding window, linear attention or the KV cache of "
-            f"another layer; {ELSEWHERE}"
+            "vLLM serves budgeted heads only where all layers have a KV cache of their own and no sliding window of "
+            f"the model's; {ELSEWHERE}"
         )

@@ -18,7 +18,7 @@ TEXTS = {beside["model_type"]: INSIDE[text]["model_type"] for text, beside in WI
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
 # families whose config may give layers a window; three are asked for more, below
 SLIDING = [name for name in TYPES if Model.of({"model_type": name}).family.window is not None]
-SLIDING = [name for name in SLIDING if not Model.of({"model_type": name}).family.has_linear_layers]
+SLIDING = [name for name in SLIDING if not Model.of({"model_type": name}).family.states]
 SLIDING = [name for name in SLIDING if name not in ("smollm3", "qwen2_moe", "llama4_text")]
 SMALL = {"num_hidden_layers": 7, "max_position_embeddings": 512}
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from kvsurgery.errors import ProfileError, UnsupportedModel
-from kvsurgery.measure.mesh import Mesh, check_rope
+from kvsurgery.measure.mesh import Mesh, check_divisible
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.system.processes import Processes
 from tests.distributed import measuring, process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
-from tests.helpers.families import make, stock
+from tests.helpers.families import WITH_STATES, make, stock
 from tests.helpers.measured_models import measured_model
 from tests.helpers.tiny_recall import FOLDER
 
@@ -99,12 +99,18 @@ class TestMesh:
     @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
     def test_rope_that_depends_on_the_length_of_a_prompt(self, kind):
         measured = measured_model(stock("llama", num_hidden_layers=1), name="org/long")
-        check_rope(measured)
+        check_divisible(measured)
         measured.model.get_decoder().rotary_emb.rope_type = kind
         with pytest.raises(UnsupportedModel, match=f"org/long has {kind} RoPE, .* leave `sp` out"):
-            check_rope(measured)
+            check_divisible(measured)
+
+    @pytest.mark.parametrize("family", WITH_STATES)
+    def test_states_of_all_tokens(self, family):
+        measured = measured_model(stock(family), name="org/next")
+        with pytest.raises(UnsupportedModel, match=r"org/next has layers with states .* leave `sp` out"):
+            check_divisible(measured)
 
     def test_factors_that_are_counted_from_the_start_of_a_prompt(self):
         measured = measured_model(stock("llama4"), name="org/scout")
         with pytest.raises(UnsupportedModel, match=r"queries of org/scout have a factor .* leave `sp` out"):
-            check_rope(measured)
+            check_divisible(measured)

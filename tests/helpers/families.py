@@ -32,6 +32,7 @@ GLM = {"attention_bias": True, "first_k_dense_replace": 1, "routed_scaling_facto
 DEEPSEEK = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
 INTERLEAVED = ["sliding_attention", "full_attention"] * 2
+CONVOLUTIONS = ["conv"] * 2 + ["full_attention"] * 2
 HYBRID = {
     "layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2,
     "linear_num_key_heads": 2,
@@ -39,6 +40,7 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 GEMMA_4 = {
     "head_dim": 16,
     "global_head_dim": 32,
@@ -162,6 +164,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         **MOE,
         **HYBRID,
+    },
+    "lfm2": {"model_type": "lfm2", "head_dim": 16, "layer_types": CONVOLUTIONS},
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "head_dim": 16,
+        "layer_types": CONVOLUTIONS,
+        "num_experts": 4,
+        "num_dense_layers": 1,
+        **MOE,
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "layer_types": HYBRID["layer_types"],
+        "attention_multiplier": 0.3,
+        "shared_intermediate_size": 32,
+        "head_dim": 16,
+        **GRANITE,
+        **MIXTRAL,
+        **MAMBA,
     },
     "gemma4": {
         "model_type": "gemma4_text",
@@ -408,16 +429,13 @@ REFORM = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_typ
 # whose last layers share the KV cache of earlier ones
 SHARED_CACHE = [name for name in FAMILIES if FAMILIES[name].get("num_kv_shared_layers")]
 # whose heads are measured
-MEASURED = [
-    name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure and name not in SHARED_CACHE
-]
-MEASURED += [name for name, (text, _) in WITH_IMAGES.items() if text in INSIDE]
+MEASURED = [*FAMILIES, *(name for name, (text, _) in WITH_IMAGES.items() if text in INSIDE)]
 # whose layers with full attention have heads of another number or size
 LAYER_HEADS = [
     name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention and name not in SHARED_CACHE
 ]
-# whose draft cannot be taken back: layers with linear attention have one state of all tokens
-WITH_STATES = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).has_linear_layers]
+# whose draft cannot be taken back: layers without a KV cache have one state of all tokens
+WITH_STATES = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).states]
 
 
 def rounding(name: str) -> float:

@@ -10,7 +10,7 @@ import torch
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.attention import attention_mass, attention_profile
 from kvsurgery.measure.attention_hooks import intercepted
-from tests.helpers.families import LAYER_HEADS, stock, tokens
+from tests.helpers.families import LAYER_HEADS, SHARED_CACHE, WITH_STATES, stock, tokens
 from tests.helpers.measured_models import measured_model
 from tests.helpers.reference import softmax, visible
 
@@ -49,7 +49,9 @@ def mass_by_hand(measured):
     return result
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss", *LAYER_HEADS])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss", *LAYER_HEADS, *SHARED_CACHE, *WITH_STATES]
+)
 def test_mass_by_hand(family):
     measured = measured_model(stock(family))
     expected = mass_by_hand(measured)

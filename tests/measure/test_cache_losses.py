@@ -14,11 +14,12 @@ from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.cache_losses import TrialSizes, cache_losses
 from kvsurgery.measure.cache_trial import CacheTrial, Window
 from kvsurgery.templates.kv_cache import KVSurgeryCache
-from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.helpers.emitted import emitted
-from tests.helpers.families import stock, tokens
+from tests.helpers.families import SHARED_CACHE, WITH_STATES, stock, tokens
 from tests.helpers.gpu_strides import lay_out_as_on_a_gpu
 from tests.helpers.measured_models import measured_model
+from tests.helpers.surgery import convert_folder
 
 PROMPT, FOLLOWING = 300, 12
 SMALL = TrialSizes(passages=2, context=300, scored=12, alone=8, sink=3, recent=40)
@@ -34,6 +35,20 @@ def log_probabilities(model, ids, cache=None):
     with torch.no_grad():
         cache = model(ids[:, :PROMPT], past_key_values=cache, use_cache=True).past_key_values
         return model(ids[:, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)
+
+
+def check_trial(original, made, how, changes, cache=None):
+    """A trial of the original and the emitted model agree, with heads that are quantized (1) and streaming (2)."""
+    ids = tokens(1, PROMPT + FOLLOWING)
+    exact = log_probabilities(original, ids)
+    found = log_probabilities(made, ids, cache)
+    expected = (exact.exp() * (exact - found)).sum(-1).mean()
+
+    trial = CacheTrial(original, measured_model(original).layers, ids, PROMPT, [how, Window(3, 5)])
+    assert expected > 1e-5
+    assert trial.converted_divergence(changes).item() == pytest.approx(expected.item(), rel=1e-2, abs=1e-7)
+    changes[changes == 2] = 0
+    assert trial.converted_divergence(changes).tolist() == pytest.approx(trial.divergence(changes).tolist(), rel=1e-3)
 
 
 class TestTrial:
@@ -68,23 +83,22 @@ class TestTrial:
         original = stock(family, num_hidden_layers=4).eval()
         original.load_state_dict(made.state_dict())
         original.set_attn_implementation("eager")
-        ids, measured = tokens(1, PROMPT + FOLLOWING), measured_model(original)
-        exact = log_probabilities(original, ids)
-        found = log_probabilities(made, ids, KVSurgeryCache(made.config, quantization=how))
-        expected = (exact.exp() * (exact - found)).sum(-1).mean()
-
-        trial = CacheTrial(original, measured.layers, ids, PROMPT, [how, Window(3, 5)])
         changes = torch.zeros(1, 4, 4, dtype=torch.int64)
         for layer, entry in enumerate(made.config.kv_surgery["layers"]):
             if not entry.get("native"):
                 [[full, _]] = entry["blocks"]
                 changes[0, layer] = torch.tensor([1] * full + [2] * (4 - full))
-        assert expected > 1e-5
-        assert trial.converted_divergence(changes).item() == pytest.approx(expected.item(), rel=1e-2, abs=1e-7)
-        changes[changes == 2] = 0
-        assert trial.converted_divergence(changes).tolist() == pytest.approx(
-            trial.divergence(changes).tolist(), rel=1e-3
-        )
+        check_trial(original, made, how, changes, KVSurgeryCache(made.config, quantization=how))
+
+    @pytest.mark.parametrize("family", [*SHARED_CACHE, *WITH_STATES])
+    def test_layers_that_share_a_cache_and_layers_with_states(self, checkpoint, tmp_path, family: str) -> None:
+        """Heads of a cache that several layers read change for all of them, and states go on after the prompt."""
+        converted = convert_folder(checkpoint(family), tmp_path / "out", sparsity=0.5, kv_bits=3)
+        quantization = KVLayout.from_config(converted.model.config).quantization
+        changes = torch.zeros(1, len(converted.full), 4, dtype=torch.int64)
+        for layer in measured_model(converted.stock).full_layers():
+            changes[0, layer] = 2 - torch.tensor(converted.full[layer], dtype=torch.int64)
+        check_trial(converted.stock, converted.model, quantization, changes)
 
     @given(st.data())
     @settings(max_examples=10)

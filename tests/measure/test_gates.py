@@ -9,7 +9,7 @@ from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure import blockwise, gates
 from kvsurgery.measure.attention_hooks import intercepted
 from kvsurgery.measure.gates import add_gradient, gate_scores, initial_gates, mixed_attention, rate
-from tests.helpers.families import LAYER_HEADS, MEASURED, largest, stock, tokens
+from tests.helpers.families import LAYER_HEADS, MEASURED, SHARED_CACHE, WITH_STATES, largest, rounding, stock, tokens
 from tests.helpers.measured_models import measured_model
 from tests.helpers.reference import softmax, visible
 
@@ -19,6 +19,7 @@ TOKENS = tokens(2, 37)
 TARGETS = torch.zeros_like(TOKENS, dtype=torch.bool)
 TARGETS[0, [20, 21, 36]] = TARGETS[1, [0, 30]] = True  # the first token of a row has nothing before it
 LAYERS = {"num_hidden_layers": 2}
+OTHER_LAYERS = *LAYER_HEADS, *SHARED_CACHE, *WITH_STATES
 
 
 def random_gates(measured, seed=0):
@@ -29,7 +30,8 @@ def random_gates(measured, seed=0):
 
 def dense_states(measured, gates, ids):
     """Last hidden states of a model whose heads are mixed by dense masks."""
-    gated = [layer for layer, window in enumerate(measured.windows) if window is None]
+    sources = measured.layers.sources
+    gated = [layer for layer, window in enumerate(measured.windows) if window is None and layer not in sources]
 
     def attend(stock, module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, **options):
         group, tokens = query.shape[1] // key.shape[1], query.shape[2]
@@ -48,7 +50,8 @@ def dense_states(measured, gates, ids):
         elif gates is None:
             output = over(None, 1)
         else:
-            gate = gates[gated.index(module.layer_idx)].repeat_interleave(group)[:, None, None]
+            own = sources.get(module.layer_idx, module.layer_idx)
+            gate = gates[gated.index(own)].repeat_interleave(group)[:, None, None]
             output = gate * over(None, 1) + (1 - gate) * over(SINK, RECENT)
         return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
@@ -72,7 +75,7 @@ class TestMixedAttention:
             expected = dense_states(measured, mix, ids)
             with mixed_attention(measured, mix, **SIZES), torch.no_grad():
                 states = measured.model.model(ids, use_cache=False).last_hidden_state
-            assert largest(states - expected, expected) < 1e-5
+            assert largest(states - expected, expected) < rounding(family)
         assert largest(dense_states(measured, None, TOKENS) - dense_states(measured, mix, TOKENS), expected) > 1e-3
 
     @pytest.mark.parametrize("family", MEASURED)
@@ -85,7 +88,7 @@ class TestMixedAttention:
             for mix in (None, initial_gates(measured)):
                 with mixed_attention(measured, mix, **SIZES):
                     states = measured.model.model(TOKENS, use_cache=False).last_hidden_state
-                assert largest(states - expected, expected) < 1e-5
+                assert largest(states - expected, expected) < rounding(family)
         assert measured.model.config._attn_implementation == "eager"
 
     def test_bfloat16_weights_take_float32_gates(self):
@@ -137,13 +140,14 @@ class TestLoss:
 @pytest.mark.parametrize(
     ("family", "loss"),
     [
-        *((family, "distill") for family in ("llama", "qwen2", "gemma2", "gemma3", "gpt_oss", *LAYER_HEADS)),
+        *((family, "distill") for family in ("llama", "qwen2", "gemma2", "gemma3", "gpt_oss", *OTHER_LAYERS)),
         ("llama", "lm"),
         ("gemma2", "lm"),
     ],
 )
 def test_gradients_are_finite_differences(family, loss, small_blocks):
-    original = stock(family, num_hidden_layers=2 if family == "llama" else 4, experts_implementation="eager")
+    depth = LAYERS if family == "llama" else {}
+    original = stock(family, experts_implementation="eager", **depth)
     measured = measured_model(original.double())  # fused experts have no float64
     mix = random_gates(measured)
 
@@ -186,6 +190,27 @@ def test_layers_with_a_window_of_their_own_have_no_gates():
     nothing = measured_model(stock("qwen2", max_window_layers=0))
     with pytest.raises(UnsupportedModel, match="no layer of random has full attention"):
         initial_gates(nothing)
+
+
+@pytest.mark.parametrize("family", SHARED_CACHE)
+def test_layers_that_share_a_cache_share_its_gates(family):
+    """Of six layers, 1, 3 and 5 have full attention, and 3 and 5 read the cache of 1."""
+    measured = measured_model(stock(family))
+    mix = random_gates(measured)
+    assert mix.shape == (1, 4)
+    scores = gate_scores(measured, mix)
+    assert (scores[[1, 3, 5]] == mix.detach().numpy()).all()
+    assert (scores[[0, 2, 4]] == 0).all()
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_layers_with_linear_attention_have_no_gates(family):
+    measured = measured_model(stock(family))
+    mix = random_gates(measured)
+    assert mix.shape == (2, 4)
+    scores = gate_scores(measured, mix)
+    assert (scores[2:] == mix.detach().numpy()).all()
+    assert (scores[:2] == 0).all()
 
 
 def test_the_model_is_left_as_it_was():

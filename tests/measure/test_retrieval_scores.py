@@ -78,9 +78,8 @@ def test_attention_is_that_of_one_eager_forward(family, overrides, random_model,
     inside = copied = 0
     for steps in answers:
         for row, step in enumerate(steps, start=39):
-            assert len(step.layers) == len(attention)
-            for layer, (weights, positions) in enumerate(step.layers):
-                exact = attention[layer][:, row]
+            for (layer, (weights, positions)), maps in zip(sorted(step.layers.items()), attention, strict=True):
+                exact = maps[:, row]
                 assert weights.dtype == torch.float32
                 torch.testing.assert_close(weights, exact.gather(1, positions), rtol=1e-3, atol=1e-5)
                 torch.testing.assert_close(weights, exact.topk(len(needle)).values, rtol=1e-3, atol=1e-5)
@@ -119,7 +118,7 @@ def test_weights_of_a_bfloat16_model_are_float32(random_model):
     measured = random_model("qwen3")
     measured.model.to(torch.bfloat16)
     [step] = answer(measured, tokens(1, 40)[0].numpy(), top=40, limit=1)
-    for weights, _ in step.layers:
+    for weights, _ in step.layers.values():
         assert (weights != weights.bfloat16().float()).any()
         torch.testing.assert_close(weights.sum(1), torch.ones(8))
         assert (weights[:, 1:] < weights[:, :-1]).all(), "16 bits would tie"

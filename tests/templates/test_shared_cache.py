@@ -15,7 +15,6 @@ from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.revert import revert
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.heads.kinds import STREAMING, full_heads
-from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.recipe import Demand, Recipe
@@ -209,7 +208,7 @@ def test_commands_tell_of_shared_layers(checkpoint, tmp_path, family):
     assert "OK" in done("verify", tmp_path / "out").out
     card = " ".join((tmp_path / "out" / "README.md").read_text().split())
     assert "3 of 6 layers have no KV cache of their own" in card
-    assert "Linear attention" not in card
+    assert "Layers with states" not in card
 
 
 @families
@@ -226,12 +225,6 @@ def test_layers_offloaded_to_disk(shared, tmp_path, family):
 def test_the_cache_is_not_handed_to_another_model(shared, family):
     with pytest.raises(ValueError, match="leave return_shared_kv_states out"):
         shared(family).model(tokens(1, 5), return_shared_kv_states=True)
-
-
-@families
-def test_measuring_is_refused(checkpoint, family):
-    with pytest.raises(UnsupportedModel, match="its last layers share the KV cache of earlier ones"):
-        MeasuredModel.load(str(checkpoint(family)))
 
 
 @families

@@ -1,8 +1,9 @@
-"""Models of which only some layers have KV heads: the others have linear attention, and states in the same cache."""
+"""Models of which only some layers have KV heads: the others have states, which lie in the same cache."""
 
 import copy
 import json
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.policy.memory import Footprint
+from kvsurgery.system.sizes import size
 from kvsurgery.templates.kv_graph import fits
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.command import done
@@ -25,7 +27,7 @@ families = pytest.mark.parametrize("family", WITH_STATES)
 @families
 def test_only_attention_has_heads(mixed, family):
     converted = mixed(family)
-    linear = [kind == "linear_attention" for kind in converted.stock.get_decoder().config.layer_types]
+    linear = [kind != "full_attention" for kind in converted.stock.get_decoder().config.layer_types]
     assert any(linear)
     assert [layer.heads for layer in converted.policy.layers] == [0 if one else 4 for one in linear]
     assert converted.policy.eligible == 4 * linear.count(False)
@@ -50,10 +52,10 @@ def test_bytes_of_states_are_predicted(mixed, family):
     converted = mixed(family)
     with torch.no_grad():
         cache = converted.model(tokens(2, 40)).past_key_values
-    states = [state for layer in cache.linear for state in (layer.conv_states[0], layer.recurrent_states[0])]
+    states = [*chain(*((layer.conv_states[0], layer.recurrent_states[0]) for layer in cache.linear))]
     checkpoint = Checkpoint.open(converted.source)
     predicted = checkpoint.model.state_bytes(itemsize=4)
-    assert 2 * predicted == sum(state.nbytes for state in states)
+    assert 2 * predicted == sum(state.nbytes for state in states if state is not None)
     assert Footprint.of(checkpoint).states == predicted
 
 
@@ -63,8 +65,9 @@ def test_commands_tell_of_states_and_leave_their_layers_out(checkpoint, tmp_path
     profile = replace(random_profile(folder), windows=(0, 0, None, None))
     profile.save(tmp_path / "profile.safetensors")
     inspected = " ".join(done("inspect", folder).out.split())
-    assert "2 of 4 layers have linear attention, with states of 3.00 KiB a sequence, not counted as KV" in inspected
-    assert "2 of 4 layers have linear attention" in done("profile", "show", tmp_path / "profile.safetensors").out
+    states = size(Checkpoint.open(folder).model.state_bytes())
+    assert f"2 of 4 layers have no KV cache, but states of {states} a sequence, not counted as KV" in inspected
+    assert "2 of 4 layers have no KV cache" in done("profile", "show", tmp_path / "profile.safetensors").out
     shown = done("convert", folder, "--profile", tmp_path / "profile.safetensors", "--dry-run").out
     rows = [line.split() for line in shown.splitlines()]
     assert [row[0] for row in rows if len(row) == 3 and row[0].isdecimal()] == ["2", "3"]
@@ -95,14 +98,14 @@ def test_a_cache_that_is_quantized_on_request(checkpoint, mixed, tmp_path, famil
 def test_packed_texts_are_refused(mixed, family):
     model, ids, packed = mixed(family).model, tokens(1, 6), torch.tensor([[0, 1, 2, 0, 1, 2]])
     for called in (model, model.get_decoder()):
-        with pytest.raises(ValueError, match="linear attention"):
+        with pytest.raises(ValueError, match="layers with states"):
             called(ids, position_ids=packed, use_cache=False)
 
 
 @families
 def test_the_card_tells_of_states(mixed, family):
     card = (mixed(family).folder / "README.md").read_text()
-    assert "2 of 4 layers have linear attention" in card
+    assert "2 of 4 layers have a state of constant size" in card
     assert "with left\npadding and beam search work" in card
 
 
@@ -123,16 +126,16 @@ def test_nothing_can_be_taken_back(mixed, family):
     cache = model.generate(tokens(1, 20), **GREEDY, return_dict_in_generate=True).past_key_values
     seen = cache.get_seq_length()
     cache.crop(seen)
-    with pytest.raises(ValueError, match="linear attention have one state of all tokens"):
+    with pytest.raises(ValueError, match="one state of all tokens"):
         cache.crop(seen - 1)
-    with pytest.raises(ValueError, match="linear attention have one state of all tokens"):
+    with pytest.raises(ValueError, match="one state of all tokens"):
         cache.activate_past_recording()
     assert cache.get_seq_length() == seen
 
 
 @families
 def test_such_a_model_is_no_draft(mixed, family):
-    with pytest.raises(ValueError, match="linear attention have one state of all tokens"):
+    with pytest.raises(ValueError, match="one state of all tokens"):
         mixed("llama").model.generate(tokens(1, 20), **GREEDY, assistant_model=mixed(family).load())
 
 
@@ -170,7 +173,7 @@ def test_decode_steps_are_not_captured(mixed, family, monkeypatch):
 def test_heads_that_contradict_the_layers(mixed, family, blocks):
     config = copy.deepcopy(mixed(family).model.config)
     kinds = config.get_text_config().layer_types
-    index = kinds.index("linear_attention" if blocks else "full_attention")
+    index = kinds.index(kinds[0] if blocks else "full_attention")
     config.kv_surgery["layers"][index] = {"blocks": blocks, "sink": 0, "recent": 1}
     heads = (4, 0) if blocks else (0, 4)
     with pytest.raises(ValueError, match=f"gives layer {index} {heads[0]} KV heads, the model has {heads[1]}"):
@@ -185,3 +188,24 @@ def test_without_layer_types_every_fourth_layer_has_heads(tmp_path):
     converted = convert_folder(source, tmp_path / "out")
     assert [layer.heads for layer in converted.policy.layers] == [0, 0, 0, 4, 0]
     assert converted.model.config.layer_types.index("full_attention") == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention", "mamba", "attention"]}),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [1, 3]}),
+    ],
+)
+def test_other_spellings_of_layers(tmp_path, family, settings):
+    kinds = ["conv" if family == "lfm2" else "linear_attention", "full_attention"] * 2
+    source = make(family, tmp_path / "source", layer_types=kinds)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | settings))
+    converted = convert_folder(source, tmp_path / "out", sparsity=0.0)
+    assert [layer.heads for layer in converted.policy.layers] == [0, 4, 0, 4]
+    assert converted.model.config.layer_types == kinds
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        expected = converted.stock(ids).logits
+        assert largest(converted.model(ids).logits - expected, expected) < 1e-5
