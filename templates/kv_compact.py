@@ -39,8 +39,9 @@ def _compact_kernel(
     kept_head,
     skipped_batch,
     skipped_head,
-    codes_batch,
+    k_codes_batch,
     k_scales_batch,
+    v_codes_batch,
     v_scales_batch,
     packed_batch,
     packed_head,
@@ -49,7 +50,8 @@ def _compact_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     PACK: tl.constexpr,
-    BITS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
     K_ROWS: tl.constexpr,
     K_COLUMNS: tl.constexpr,
     K_N: tl.constexpr,
@@ -85,19 +87,20 @@ def _compact_kernel(
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
         if begin < packed:
             tile = (tl.load(first_ptr + head) + tl.program_id(0)).to(tl.int64)
-            codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8)
+            k_codes = k_codes_ptr + batch * k_codes_batch + tile * (TILE_TOKENS * D * K_BITS // 8)
+            v_codes = v_codes_ptr + batch * v_codes_batch + tile * (TILE_TOKENS * D * V_BITS // 8)
             k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
             v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
             for values in tl.static_range(2):
                 PACK(
                     state_ptr=v_source if values else k_source,
-                    code_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
+                    code_ptr=v_codes if values else k_codes,
                     scale_ptr=v_scales if values else k_scales,
                     first=kept_columns + sink,
                     ring=ring,
                     step=prompt_v_column if values else prompt_k_column,
                     D=D,
-                    BITS=BITS,
+                    BITS=V_BITS if values else K_BITS,
                     ROWS=TILE_TOKENS if values else K_ROWS,
                     COLUMNS=V_COLUMNS if values else K_COLUMNS,
                     N=V_N if values else K_N,

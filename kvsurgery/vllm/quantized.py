@@ -36,7 +36,7 @@ def holds_codes(layout: KVLayout) -> bool:
     return (
         quantization is not None
         and not others
-        and quantization.bits <= NARROW
+        and max(quantization.widths) <= NARROW
         and any(layer.full for layer in layout.layers)
         and not any(layer.native or layer.quantized_window or layer.source is not None for layer in layout.layers)
     )

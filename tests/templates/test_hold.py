@@ -23,7 +23,7 @@ from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_codes import dequantize, quantize
 from kvsurgery.templates.kv_columns import Columns
-from kvsurgery.templates.kv_layout import KVLayout, Quantization
+from kvsurgery.templates.kv_layout import KVLayout, Quantization, Widths
 from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.templates.kv_storage import Storage
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
@@ -266,10 +266,10 @@ def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
                 model.to(dtype)(columns, past_key_values=caches[-1])
     budgeted, every = caches[0].layers[0].heads[-1].groups, caches[1].layers[0].heads[0].groups[0]
     states = (part[:, :, :160].unflatten(2, (-1, 32)) for part in (every.keys, every.values))
-    once = [part.flatten(2, 3)[0] for part in dequantize(quantize(*states, quantization), bits)]
+    once = [part.flatten(2, 3)[0] for part in dequantize(quantize(*states, quantization), Widths.of(bits))]
     assert [group.packed for group in budgeted] == [[0], [32], [64]]
     for head, group in enumerate(budgeted, 1):
-        found = (part.flatten(2, 3)[0, 0, : group.packed[0]] for part in dequantize(group.tiles, bits))
+        found = (part.flatten(2, 3)[0, 0, : group.packed[0]] for part in dequantize(group.tiles, Widths.of(bits)))
         same = [(mine[:, None] == each[head]).all(-1) for mine, each in zip(found, once, strict=True)]
         assert (same[0] & same[1]).any(1).all()
 
