@@ -10,7 +10,9 @@ from .kv_store import pack_options
 MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "skipped_batch", "skipped_head", "packed_batch", "packed_head"])
+@triton.jit(
+    do_not_specialize=["heads", "columns", "skipped_batch", "skipped_head", "packed_batch", "packed_head", "tiles"]
+)
 def _compact_kernel(
     k_ptr,  # [batch, slots of all heads, D]
     v_ptr,
@@ -39,10 +41,7 @@ def _compact_kernel(
     kept_head,
     skipped_batch,
     skipped_head,
-    k_codes_batch,
-    k_scales_batch,
-    v_codes_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     heads,
@@ -86,11 +85,11 @@ def _compact_kernel(
     if PACK is not None:
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
         if begin < packed:
-            tile = (tl.load(first_ptr + head) + tl.program_id(0)).to(tl.int64)
-            k_codes = k_codes_ptr + batch * k_codes_batch + tile * (TILE_TOKENS * D * K_BITS // 8)
-            v_codes = v_codes_ptr + batch * v_codes_batch + tile * (TILE_TOKENS * D * V_BITS // 8)
-            k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
-            v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
+            tile = batch * tiles + tl.load(first_ptr + head) + tl.program_id(0)
+            k_codes = k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 8)
+            v_codes = v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 8)
+            k_scales = k_scales_ptr + tile * (2 * K_ROWS * K_COLUMNS)
+            v_scales = v_scales_ptr + tile * (2 * TILE_TOKENS * V_COLUMNS)
             for values in tl.static_range(2):
                 PACK(
                     state_ptr=v_source if values else k_source,

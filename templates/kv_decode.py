@@ -169,7 +169,9 @@ def _plan_kernel(
         tl.store(start_ptr + program, low, program < busy_programs)
 
 
-@triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "packed_batch", "packed_head", "rows", "heads"])
+@triton.jit(
+    do_not_specialize=["skipped_batch", "skipped_head", "packed_batch", "packed_head", "tiles", "rows", "heads"]
+)
 def _decode_kernel(
     q_ptr,  # [batch, heads * G, D]
     k_ptr,  # [batch, slots of all heads, D]
@@ -197,10 +199,7 @@ def _decode_kernel(
     kv_slot,
     skipped_batch,
     skipped_head,
-    k_codes_batch,
-    k_scales_batch,
-    v_codes_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     rows,
@@ -284,21 +283,14 @@ def _decode_kernel(
                 newest = length - 1 - tl.load(sink_ptr + head)
                 recent = tl.load(recent_ptr + head)
             end = begin + stored // PACKED_N
-            tile = tl.maximum(tl.load(first_ptr + head), 0).to(tl.int64)
-            k_codes = k_codes_ptr + batch * k_codes_batch + tile * (TILE_TOKENS * D * K_BITS // 16)
-            v_codes = v_codes_ptr + batch * v_codes_batch + tile * (TILE_TOKENS * D * V_BITS // 16)
-            k_scales = k_scales_ptr + batch * k_scales_batch
-            if KEY_ROWS > 0:
-                k_scales += tile * (2 * KEY_ROWS * D)
-            else:
-                k_scales += tile * (2 * TILE_TOKENS * GROUPS)
-            v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * GROUPS)
+            tile = batch * tiles + tl.maximum(tl.load(first_ptr + head), 0)
+            KEY_SCALES: tl.constexpr = KEY_ROWS * D if KEY_ROWS > 0 else TILE_TOKENS * GROUPS
             OVER_TILES(
                 q_ptr=q_ptr + batch * q_batch + head * G * q_head,
-                k_codes=k_codes,
-                k_scales=k_scales,
-                v_codes=v_codes,
-                v_scales=v_scales,
+                k_codes=k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 16),
+                k_scales=k_scales_ptr + tile * (2 * KEY_SCALES),
+                v_codes=v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 16),
+                v_scales=v_scales_ptr + tile * (2 * TILE_TOKENS * GROUPS),
                 partial_ptr=partial_ptr,
                 lse_ptr=lse_ptr,
                 part=(pid + row).to(tl.int64) * G + m,

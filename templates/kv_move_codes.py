@@ -131,7 +131,7 @@ def _refill(
 @triton.jit(
     do_not_specialize=[
         *("column", "places", "heads", "slots", "residual"),
-        *("skipped_batch", "skipped_head", "packed_batch", "packed_head"),
+        *("skipped_batch", "skipped_head", "packed_batch", "packed_head", "tiles"),
     ]
 )
 def _move_codes_kernel(
@@ -156,10 +156,7 @@ def _move_codes_kernel(
     kv_slot,
     skipped_batch,
     skipped_head,
-    k_codes_batch,
-    k_scales_batch,
-    v_codes_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     heads,
@@ -185,10 +182,10 @@ def _move_codes_kernel(
     # tiles stay as many while there are tokens to fill them: none of theirs returns to slots, to be quantized again
     filled = tl.minimum(packed, tl.maximum(tokens - sink, 0) // TILE_TOKENS * TILE_TOKENS)
     still_packed = tl.maximum(filled, tl.maximum(tokens - sink - residual, 0) // TILE_TOKENS * TILE_TOKENS)
-    tile = tl.load(first_ptr + head).to(tl.int64)
+    tile = batch * tiles + tl.load(first_ptr + head)
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
-    k_codes = k_codes_ptr + batch * k_codes_batch + tile * (TILE_TOKENS * D * K_BITS // 8)
-    v_codes = v_codes_ptr + batch * v_codes_batch + tile * (TILE_TOKENS * D * V_BITS // 8)
+    k_codes = k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 8)
+    v_codes = v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 8)
     scales = tile * (2 * TILE_TOKENS * COLUMNS)
     kept_positions, aside = kept_ptr + program * places, aside_ptr + program * 2 * slots * D
     place = place_ptr + program * TILE_TOKENS
@@ -198,8 +195,7 @@ def _move_codes_kernel(
         _refill(
             states_ptr=(v_ptr if values else k_ptr) + states,
             codes_ptr=v_codes if values else k_codes,
-            scales_ptr=(v_scales_ptr + batch * v_scales_batch if values else k_scales_ptr + batch * k_scales_batch)
-            + scales,
+            scales_ptr=(v_scales_ptr if values else k_scales_ptr) + scales,
             kept_ptr=kept_positions,
             aside_ptr=aside + slots * D if values else aside,
             place_ptr=place,

@@ -124,7 +124,9 @@ def _pack(
             tl.store(thirds, (even | odd << 4).to(tl.uint8), (half < W // 2) & (n >= 0)[:, None])
 
 
-@triton.jit(do_not_specialize=["confirmed_batch", "confirmed_head", "packed_batch", "packed_head", "heads", "least"])
+@triton.jit(
+    do_not_specialize=["confirmed_batch", "confirmed_head", "packed_batch", "packed_head", "tiles", "heads", "least"]
+)
 def _flush_kernel(
     k_ptr,
     v_ptr,
@@ -143,10 +145,7 @@ def _flush_kernel(
     kv_slot,
     confirmed_batch,
     confirmed_head,
-    k_codes_batch,
-    k_scales_batch,
-    v_codes_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     heads,
@@ -173,12 +172,12 @@ def _flush_kernel(
         place = packed // TILE_TOKENS
         if count_ptr is not None:
             place %= tl.load(count_ptr + head)
-        tile = (first + place).to(tl.int64)
+        tile = batch * tiles + first + place
         states = batch * kv_batch + (tl.load(offset_ptr + head) + sink).to(tl.int64) * kv_slot
-        k_codes = k_codes_ptr + batch * k_codes_batch + tile * (TILE_TOKENS * D * K_BITS // 8)
-        v_codes = v_codes_ptr + batch * v_codes_batch + tile * (TILE_TOKENS * D * V_BITS // 8)
-        k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
-        v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
+        k_codes = k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 8)
+        v_codes = v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 8)
+        k_scales = k_scales_ptr + tile * (2 * K_ROWS * K_COLUMNS)
+        v_scales = v_scales_ptr + tile * (2 * TILE_TOKENS * V_COLUMNS)
         for values in tl.static_range(2):
             _pack(
                 state_ptr=(v_ptr if values else k_ptr) + states,

@@ -72,7 +72,7 @@ def _tokens(
 @triton.jit(
     do_not_specialize=[
         *("column", "places", "heads", "skipped_batch", "skipped_head", "q_head", "q_place"),
-        *("packed_batch", "packed_head"),
+        *("packed_batch", "packed_head", "tiles"),
     ]
 )
 def _select_kernel(
@@ -101,10 +101,7 @@ def _select_kernel(
     q_place,
     skipped_batch,
     skipped_head,
-    k_codes_batch,
-    k_scales_batch,
-    v_codes_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     heads,
@@ -140,12 +137,12 @@ def _select_kernel(
         sink = tl.load(sink_ptr + head)
         ring = tl.load(ring_ptr + head)
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
-        tile = tl.load(first_ptr + head).to(tl.int64)
+        tile = batch * tiles + tl.load(first_ptr + head)
         scales = tile * (2 * TILE_TOKENS * COLUMNS)
-        k_codes = k_codes_ptr + batch * k_codes_batch + tile * (TILE_TOKENS * D * K_BITS // 8)
-        v_codes = v_codes_ptr + batch * v_codes_batch + tile * (TILE_TOKENS * D * V_BITS // 8)
-        k_pointers = k_ptr + states, k_codes, k_scales_ptr + batch * k_scales_batch + scales
-        v_pointers = v_ptr + states, v_codes, v_scales_ptr + batch * v_scales_batch + scales
+        k_codes = k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 8)
+        v_codes = v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 8)
+        k_pointers = k_ptr + states, k_codes, k_scales_ptr + scales
+        v_pointers = v_ptr + states, v_codes, v_scales_ptr + scales
     scratch = tl.program_id(0).to(tl.int64) * places
     received, pooled, kept_positions = received_ptr + scratch, pooled_ptr + scratch, kept_ptr + scratch
     m = tl.arange(0, M)
