@@ -97,7 +97,7 @@ def restored_states(states: torch.Tensor, matrix: torch.Tensor, quantization: Qu
     stop = start + TILE * quantization.tiles(states.shape[2] - start)
     tiles = (states[:, :, start:stop] @ matrix.mT).unflatten(2, (-1, TILE))
     pair = (tiles, torch.zeros_like(tiles)) if keys else (torch.zeros_like(tiles), tiles)
-    restored = dequantize(quantize(*pair, quantization), quantization.bits)[0 if keys else 1].flatten(2, 3) @ matrix
+    restored = dequantize(quantize(*pair, quantization), quantization.widths)[0 if keys else 1].flatten(2, 3) @ matrix
     return torch.cat([states[:, :, :start], restored, states[:, :, stop:]], 2)
 
 

@@ -40,7 +40,7 @@ from kvsurgery.text.tokens import first_tokens
 BUDGETS = {4.0: (4, 4), 3.5: (4, 3), 3.0: (3, 3), 2.5: (3, 2)}  # and the widths of layers in turn of as many bytes
 
 
-def auto_bits(losses: CacheLosses, path: str, budget: float) -> list[int]:
+def auto_bits(losses: CacheLosses, path: str, budget: float) -> list[int | str]:
     """The bits of each layer that `convert --kv-bits auto` chooses with every head full."""
     scores = np.ones((losses.model.layers, losses.model.kv_heads), np.float32)
     profile = HeadProfile(scores, "ablation", "kv", losses.base_model, losses.model)

@@ -57,7 +57,7 @@ def fit_result(model: Path, profile: HeadProfile, losses: str, memory: int, cont
 
 def compared_policies(fit: Fit) -> list[Candidate]:
     """The choice, and of each width the policy with the most full heads that fits."""
-    best: dict[int, Candidate] = {}
+    best: dict[int | str, Candidate] = {}
     for candidate in sorted(fit.candidates, key=lambda one: one.full_heads):
         if candidate.total <= fit.demand.memory:
             best[candidate.bits] = candidate

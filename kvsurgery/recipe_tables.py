@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvsurgery.errors import PolicyError
 from kvsurgery.system.typed_toml import check_types
-from kvsurgery.templates.kv_layout import Quantization, Selection
+from kvsurgery.templates.kv_layout import Quantization, Selection, Widths
 
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")
@@ -123,15 +123,15 @@ class Cache:
     """How full and budgeted heads are quantized.
 
     Attributes:
-        bits: of what they store; "auto" is a width for each layer, by measured losses. None only beside `fit`, which
-            chooses them.
+        bits: of what they store, or "k3v2" with 3 bits for keys and 2 for values; "auto" is a width for each layer, by
+            measured losses. None only beside `fit`, which chooses them.
         budget: with "auto", bits that a stored value has on average at most; a layer in the model's dtype counts as 16.
         scheme, group_size, residual, streaming, sink, rotate, clip: the fields of `kv_layout.Quantization`.
         measured: file of measured cache losses, which says what to rotate and whether to clip where the recipe does
             not, chooses the bits of each layer, and prices what `fit` chooses from.
     """
 
-    bits: int | Literal["auto"] | None = None
+    bits: int | str | None = None
     budget: float | None = None
     scheme: Literal["kivi", "per-token"] = "kivi"
     group_size: int | None = None
@@ -147,6 +147,13 @@ class Cache:
         if self.bits != AUTO:
             if self.budget is not None:
                 raise PolicyError("`cache.budget` requires `cache.bits` auto")
+            if self.bits is not None:
+                widths = Widths.of(self.bits)
+                try:
+                    widths.check()
+                except ValueError as error:
+                    raise PolicyError(f"`cache.bits`: {error}") from error
+                object.__setattr__(self, "bits", widths.bits)
             return
         if self.measured is None:
             raise PolicyError(

@@ -1,4 +1,4 @@
-"""Quantized tiles of keys and values: asymmetric codes of 8, 4, 3 or 2 bits, packed in tiles.
+"""Quantized tiles of keys and values: asymmetric codes of 8, 4, 3 or 2 bits each, packed in tiles.
 
 States may be rotated within a head first, which spreads channels that stand out over all others. The scheme is KIVI's
 (Liu et al. 2024, arXiv 2402.02750), or per token as in the quantized cache of transformers.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .kv_layout import CLIPPED, TILE, Quantization
+from .kv_layout import CLIPPED, TILE, Quantization, Widths
 
 TRIED = 2**17  # states at once, in all ranges that are tried: a CPU spends more time on pages of new memory
 
@@ -19,11 +19,11 @@ TRIED = 2**17  # states at once, in all ranges that are tried: a CPU spends more
 class Tiles(NamedTuple):
     """Packed tiles of one layer's heads, head after head; `S` is a tile's `key_groups` or `value_groups`.
 
-    A token's codes are `width = head_dim * bits / 8` bytes; byte w holds channels w, width + w, 2 * width + w, ... from
-    the low bits on. With 3 bits, the two low bits of all tokens come first, as codes of 2 bits, then the third bits:
-    byte w of a token has those of bytes 2 * w and 2 * w + 1, again from the low bits on. A byte thus goes with a 16-bit
-    word, and kernels work on as many channels at once as with 2 bits. Scales and minima are in the model's dtype: first
-    all scales of a tile, then all minima.
+    A token's codes of `bits` bits are `width = head_dim * bits / 8` bytes, for its keys and its values each; byte w
+    holds channels w, width + w, 2 * width + w, ... from the low bits on. With 3 bits, the two low bits of all tokens
+    come first, as codes of 2 bits, then the third bits: byte w of a token has those of bytes 2 * w and 2 * w + 1, again
+    from the low bits on. A byte thus goes with a 16-bit word, and kernels work on as many channels at once as with 2
+    bits. Scales and minima are in the model's dtype: first all scales of a tile, then all minima.
     """
 
     key_codes: torch.Tensor  # uint8 [batch, tiles, TILE, width]
@@ -45,25 +45,25 @@ def empty_tiles(states: torch.Tensor, tiles: int, quantization: Quantization) ->
     """Room for `tiles` tiles of heads like `states` [batch, ..., head_dim]."""
     batch, head_dim = states.shape[0], states.shape[-1]
     parts = []
-    for groups in (quantization.key_groups(head_dim), quantization.value_groups(head_dim)):
-        shape = batch, tiles, TILE, quantization.code_bytes(head_dim)
-        parts.append(states.new_zeros(shape, dtype=torch.uint8))
+    all_groups = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
+    for groups, width in zip(all_groups, quantization.code_bytes(head_dim), strict=True):
+        parts.append(states.new_zeros(batch, tiles, TILE, width, dtype=torch.uint8))
         parts.append(states.new_zeros(batch, tiles, 2, *groups))
     return Tiles(*parts)
 
 
 def quantize(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Tiles:
     """Whole tiles [..., TILE, head_dim] of keys and values as codes, scales and minima [..., :, :]."""
-    key_groups = quantization.key_groups(keys.shape[-1])
-    value_groups = quantization.value_groups(keys.shape[-1])
-    return Tiles(*quantize_groups(keys, key_groups, quantization), *quantize_groups(values, value_groups, quantization))
+    head_dim, (key_bits, value_bits) = keys.shape[-1], quantization.widths
+    key_parts = quantize_groups(keys, quantization.key_groups(head_dim), key_bits, quantization)
+    return Tiles(*key_parts, *quantize_groups(values, quantization.value_groups(head_dim), value_bits, quantization))
 
 
-def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantize(tiles: Tiles, widths: Widths) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [..., TILE, head_dim] that packed tiles stand for."""
     return (
-        _dequantize(tiles.key_codes, tiles.key_scales, bits),
-        _dequantize(tiles.value_codes, tiles.value_scales, bits),
+        _dequantize(tiles.key_codes, tiles.key_scales, widths.keys),
+        _dequantize(tiles.value_codes, tiles.value_scales, widths.values),
     )
 
 
@@ -73,6 +73,7 @@ def key_products(query: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tenso
     Args:
         query: [batch, heads, n, head_dim].
         tiles: of all heads, [batch, heads, tiles, ...].
+        bits: of the keys.
         room: memory for the codes of some tiles at a time, of the queries' dtype. A CPU spends much of a step on pages
             of new memory, so all tiles use the same.
 
@@ -170,22 +171,22 @@ def _inverse_shifts(bits: int, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def quantize_groups(
-    states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
+    states: torch.Tensor, groups: tuple[int, int], bits: int, quantization: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed codes of states, and the scales that groups of them share."""
-    codes, scales = _encode(states, groups, quantization)
-    return _pack(codes, quantization.bits), scales
+    codes, scales = _encode(states, groups, bits, quantization)
+    return _pack(codes, bits), scales
 
 
 def _encode(
-    states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
+    states: torch.Tensor, groups: tuple[int, int], bits: int, quantization: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [..., tokens, head_dim], scales and minima [..., 2, *groups]."""
     *outer, tokens, head_dim = states.shape
     rows, columns = groups
     grouped = states.float().reshape(*outer, rows, tokens // rows, columns, head_dim // columns)
-    scale, low = _ranges(grouped, quantization.bits, states.dtype, CLIPPED if quantization.clip else 1)
-    codes = _codes(grouped, scale, low, quantization.bits).to(torch.uint8).view(states.shape)
+    scale, low = _ranges(grouped, bits, states.dtype, CLIPPED if quantization.clip else 1)
+    codes = _codes(grouped, scale, low, bits).to(torch.uint8).view(states.shape)
     return codes, torch.stack([scale, low], len(outer)).to(states.dtype).view(*outer, 2, rows, columns)
 
 

@@ -10,7 +10,9 @@ from .kv_store import pack_options
 MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "skipped_batch", "skipped_head", "packed_batch", "packed_head"])
+@triton.jit(
+    do_not_specialize=["heads", "columns", "skipped_batch", "skipped_head", "packed_batch", "packed_head", "tiles"]
+)
 def _compact_kernel(
     k_ptr,  # [batch, slots of all heads, D]
     v_ptr,
@@ -39,9 +41,7 @@ def _compact_kernel(
     kept_head,
     skipped_batch,
     skipped_head,
-    codes_batch,
-    k_scales_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     heads,
@@ -49,7 +49,8 @@ def _compact_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     PACK: tl.constexpr,
-    BITS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
     K_ROWS: tl.constexpr,
     K_COLUMNS: tl.constexpr,
     K_N: tl.constexpr,
@@ -84,20 +85,21 @@ def _compact_kernel(
     if PACK is not None:
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
         if begin < packed:
-            tile = (tl.load(first_ptr + head) + tl.program_id(0)).to(tl.int64)
-            codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8)
-            k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
-            v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
+            tile = batch * tiles + tl.load(first_ptr + head) + tl.program_id(0)
+            k_codes = k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 8)
+            v_codes = v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 8)
+            k_scales = k_scales_ptr + tile * (2 * K_ROWS * K_COLUMNS)
+            v_scales = v_scales_ptr + tile * (2 * TILE_TOKENS * V_COLUMNS)
             for values in tl.static_range(2):
                 PACK(
                     state_ptr=v_source if values else k_source,
-                    code_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
+                    code_ptr=v_codes if values else k_codes,
                     scale_ptr=v_scales if values else k_scales,
                     first=kept_columns + sink,
                     ring=ring,
                     step=prompt_v_column if values else prompt_k_column,
                     D=D,
-                    BITS=BITS,
+                    BITS=V_BITS if values else K_BITS,
                     ROWS=TILE_TOKENS if values else K_ROWS,
                     COLUMNS=V_COLUMNS if values else K_COLUMNS,
                     N=V_N if values else K_N,

@@ -32,7 +32,7 @@ from .kv_softmax import Scoring
 from .kv_storage import HeadTable
 
 # of the kernel, where there are tiles: the function that reads them, and its options
-PACKED_OPTIONS = "OVER_TILES", "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"
+PACKED_OPTIONS = "OVER_TILES", "PACKED_N", "K_BITS", "V_BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"
 # measured on an H100: more programs or more units under way have more to finish when the last bytes have arrived
 PROGRAMS = 2  # on a multiprocessor
 STAGES = 3  # of the loop over units, of which one fewer is under way
@@ -169,7 +169,9 @@ def _plan_kernel(
         tl.store(start_ptr + program, low, program < busy_programs)
 
 
-@triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "packed_batch", "packed_head", "rows", "heads"])
+@triton.jit(
+    do_not_specialize=["skipped_batch", "skipped_head", "packed_batch", "packed_head", "tiles", "rows", "heads"]
+)
 def _decode_kernel(
     q_ptr,  # [batch, heads * G, D]
     k_ptr,  # [batch, slots of all heads, D]
@@ -184,7 +186,7 @@ def _decode_kernel(
     lse_ptr,  # [programs + rows, G]
     end_ptr,  # [SEGMENTS * rows]
     start_ptr,  # [programs], or None
-    k_codes_ptr,  # int16 words [batch, tiles, TILE, D * BITS / 16]
+    k_codes_ptr,  # int16 words [batch, tiles, TILE, D * K_BITS / 16]
     k_scales_ptr,  # [batch, tiles, 2, ...]
     v_codes_ptr,
     v_scales_ptr,
@@ -197,9 +199,7 @@ def _decode_kernel(
     kv_slot,
     skipped_batch,
     skipped_head,
-    codes_batch,
-    k_scales_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     rows,
@@ -214,7 +214,8 @@ def _decode_kernel(
     SEGMENTS: tl.constexpr,
     OVER_TILES: tl.constexpr,
     PACKED_N: tl.constexpr,
-    BITS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIDES: tl.constexpr,
@@ -282,20 +283,14 @@ def _decode_kernel(
                 newest = length - 1 - tl.load(sink_ptr + head)
                 recent = tl.load(recent_ptr + head)
             end = begin + stored // PACKED_N
-            tile = tl.maximum(tl.load(first_ptr + head), 0).to(tl.int64)
-            codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 16)
-            k_scales = k_scales_ptr + batch * k_scales_batch
-            if KEY_ROWS > 0:
-                k_scales += tile * (2 * KEY_ROWS * D)
-            else:
-                k_scales += tile * (2 * TILE_TOKENS * GROUPS)
-            v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * GROUPS)
+            tile = batch * tiles + tl.maximum(tl.load(first_ptr + head), 0)
+            KEY_SCALES: tl.constexpr = KEY_ROWS * D if KEY_ROWS > 0 else TILE_TOKENS * GROUPS
             OVER_TILES(
                 q_ptr=q_ptr + batch * q_batch + head * G * q_head,
-                k_codes=k_codes_ptr + codes,
-                k_scales=k_scales,
-                v_codes=v_codes_ptr + codes,
-                v_scales=v_scales,
+                k_codes=k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 16),
+                k_scales=k_scales_ptr + tile * (2 * KEY_SCALES),
+                v_codes=v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 16),
+                v_scales=v_scales_ptr + tile * (2 * TILE_TOKENS * GROUPS),
                 partial_ptr=partial_ptr,
                 lse_ptr=lse_ptr,
                 part=(pid + row).to(tl.int64) * G + m,
@@ -312,7 +307,8 @@ def _decode_kernel(
                 D=D,
                 M=M,
                 N=PACKED_N,
-                BITS=BITS,
+                K_BITS=K_BITS,
+                V_BITS=V_BITS,
                 KEY_ROWS=KEY_ROWS,
                 GROUPS=GROUPS,
                 SIDES=SIDES,

@@ -134,14 +134,12 @@ def _slots(table: HeadTable) -> dict:
 def _tiles(table: HeadTable, word: torch.dtype) -> dict:
     """Arguments of every kernel that works on packed tiles, whose codes it takes in such words."""
     pointers = "k_codes_ptr", "k_scales_ptr", "v_codes_ptr", "v_scales_ptr", "packed_ptr", "first_ptr"
-    strides = "codes_batch", "k_scales_batch", "v_scales_batch", "packed_batch", "packed_head"
+    sizes = "packed_batch", "packed_head", "tiles"
     if table.tiles is None or table.packed is None:
-        return dict.fromkeys(pointers) | dict.fromkeys(strides, 0)
+        return dict.fromkeys(pointers) | dict.fromkeys(sizes, 0)
     key_codes, key_scales, value_codes, value_scales = table.tiles
-    assert key_codes.stride() == value_codes.stride()
-    assert all(part[0].is_contiguous() for part in table.tiles)
+    assert all(part.is_contiguous() for part in table.tiles)
     key_codes = key_codes.view(word)
     value_codes = value_codes.view(word)
     parts = key_codes, key_scales, value_codes, value_scales, table.packed, table.first_tiles
-    stride_values = *(part.stride(0) for part in (key_codes, key_scales, value_scales)), *table.packed.stride()
-    return dict(zip((*pointers, *strides), (*parts, *stride_values), strict=True))
+    return dict(zip((*pointers, *sizes), (*parts, *table.packed.stride(), key_codes.shape[1]), strict=True))

@@ -3,9 +3,10 @@
 Nothing here needs torch: the tool that wrote this checkpoint and the model that runs it share this arithmetic.
 """
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 # of the `kv_surgery` section that is written; what each version that can be read calls the cache's quantization
 VERSION = 2
@@ -29,9 +30,39 @@ SCORE_BYTES = 4  # of an accumulated score, float32
 Tokens = Any  # a number of tokens, or an array of such numbers, thus products in place of `min` and `max`
 
 
+class Widths(NamedTuple):
+    """Bits of the codes of keys, and of values."""
+
+    keys: int
+    values: int
+
+    @classmethod
+    def of(cls, bits: Any) -> "Widths":
+        """The widths that `bits` stands for, as config.json has them: a number for both, or "k3v2"."""
+        pair = re.fullmatch("k([0-9])v([0-9])", bits) if isinstance(bits, str) else None
+        return cls(*map(int, pair.groups())) if pair else cls(bits, bits)
+
+    @property
+    def bits(self) -> int | str:
+        """The reverse of `of`."""
+        return self.keys if self.keys == self.values else f"k{self.keys}v{self.values}"
+
+    def fill_words(self, head_dim: int) -> bool:
+        """Whether the codes of a head fill whole words of two bytes, as kernels load them."""
+        return not any(head_dim * width % 16 for width in self)
+
+    def check(self) -> None:
+        """Raise ValueError where codes cannot have these widths."""
+        if any(type(width) is not int or width not in (8, 4, 3, 2) for width in self):
+            raise ValueError(
+                "a quantized cache has 8, 4, 3 or 2 bits, or two of these for keys and values, such as k3v2; "
+                f"got {self.bits!r}"
+            )
+
+
 @dataclass(frozen=True)
 class Quantization:
-    """How heads store all but their newest tokens: in tiles of `TILE`, as `bits`-bit codes.
+    """How heads store all but their newest tokens: in tiles of `TILE`, as codes of some `bits`; see `Widths`.
 
     A code c stands for minimum + scale * c. Scale and minimum belong to a group of states: with the scheme `kivi` (Liu
     et al. 2024), of one channel over `group_size` tokens for keys, and of one token over `group_size` channels for
@@ -42,15 +73,15 @@ class Quantization:
     and a tile; then they keep the sinks that they have.
 
     `rotate` says what is rotated within a head before it is stored (see kv_codes.py): `none`, `values`, or `both`
-    keys and values. By default, values are where codes have 4 bits or less, and with `per-token` keys too, as a few of
+    keys and values. By default, values are where they have 4 bits or less, and with `per-token` keys too, as a few of
     their channels are far larger than the others that they would share a scale with. With `kivi`, rotated keys lose
     less in some models, and far more in others, such as those that normalize queries and keys.
 
     With `clip`, the range of a group is that of `CLIPPED` with the least squared error. By default it is chosen so
-    where codes have 2 or 3 bits, and with `per-token` 4: elsewhere it does not help every model.
+    where keys or values have 2 or 3 bits, and with `per-token` 4: elsewhere it does not help every model.
     """
 
-    bits: int
+    bits: int | str
     scheme: str = "kivi"
     group_size: int | None = None
     residual: int = TILE
@@ -60,11 +91,20 @@ class Quantization:
     clip: bool | None = None
 
     def __post_init__(self) -> None:
+        widths = self.widths
+        object.__setattr__(self, "bits", widths.bits)
         if self.rotate is None:
-            default_rotate = "both" if self.scheme == "per-token" else "values"
-            object.__setattr__(self, "rotate", "none" if self.bits == 8 else default_rotate)
+            default_rotate = "none" if widths.values == 8 else "values"
+            rotates_keys = self.scheme == "per-token" and widths.keys != 8
+            object.__setattr__(self, "rotate", "both" if rotates_keys else default_rotate)
         if self.clip is None:
-            object.__setattr__(self, "clip", self.bits in (3, 2) or (self.bits, self.scheme) == (4, "per-token"))
+            clipped = (4, 3, 2) if self.scheme == "per-token" else (3, 2)
+            object.__setattr__(self, "clip", any(width in clipped for width in widths))
+
+    @property
+    def widths(self) -> Widths:
+        """Bits of keys and of values."""
+        return Widths.of(self.bits)
 
     def tiles(self, tokens: Tokens) -> Tokens:
         """Tiles that are packed of this many tokens after the sinks: `residual` and more stay, and the very newest."""
@@ -85,14 +125,10 @@ class Quantization:
         slots = self.slots(tokens, self.sink, margin)
         return self.tiles(tokens - self.sink) * self.tile_bytes(head_dim, itemsize) + slots * 2 * head_dim * itemsize
 
-    def code_bytes(self, head_dim: int) -> int:
-        """Bytes of a token's codes, of keys or of values."""
-        return head_dim * self.bits // 8
-
-    @property
-    def word_bits(self) -> int:
-        """Bits of a code that lie side by side with those of other channels; the third bits of codes lie apart."""
-        return 2 if self.bits == 3 else self.bits
+    def code_bytes(self, head_dim: int) -> tuple[int, int]:
+        """Bytes of a token's codes, of keys and of values."""
+        keys, values = self.widths
+        return head_dim * keys // 8, head_dim * values // 8
 
     def key_groups(self, head_dim: int) -> tuple[int, int]:
         """Shape of the scales of a tile's keys, and of their minima."""
@@ -107,12 +143,11 @@ class Quantization:
     def tile_bytes(self, head_dim: int, itemsize: int = 2) -> int:
         """Bytes of a tile: codes, scales and minima of keys and values."""
         scales = sum(rows * columns for rows, columns in (self.key_groups(head_dim), self.value_groups(head_dim)))
-        return 2 * (TILE * self.code_bytes(head_dim) + scales * itemsize)
+        return TILE * sum(self.code_bytes(head_dim)) + 2 * scales * itemsize
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError, in words, where heads of this size cannot be stored so."""
-        if type(self.bits) is not int or self.bits not in (8, 4, 3, 2):
-            raise ValueError(f"a quantized cache has 8, 4, 3 or 2 bits, got {self.bits!r}")
+        self.widths.check()
         if self.scheme not in ("kivi", "per-token"):
             raise ValueError(f"the scheme of a quantized cache is kivi or per-token, got {self.scheme!r}")
         if type(self.residual) is not int or self.residual < 0:
@@ -123,7 +158,7 @@ class Quantization:
             raise ValueError(f"whether a quantized cache clips ranges is true or false, got {self.clip!r}")
         if self.rotate not in ROTATIONS:
             raise ValueError(f"a quantized cache rotates {', '.join(ROTATIONS)}, got {self.rotate!r}")
-        if head_dim * self.bits % 16:  # the kernels load codes in words of two bytes
+        if not self.widths.fill_words(head_dim):
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         if type(self.streaming) is not bool:
             raise ValueError(f"whether streaming heads are quantized is true or false, got {self.streaming!r}")

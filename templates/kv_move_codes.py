@@ -131,7 +131,7 @@ def _refill(
 @triton.jit(
     do_not_specialize=[
         *("column", "places", "heads", "slots", "residual"),
-        *("skipped_batch", "skipped_head", "packed_batch", "packed_head"),
+        *("skipped_batch", "skipped_head", "packed_batch", "packed_head", "tiles"),
     ]
 )
 def _move_codes_kernel(
@@ -140,7 +140,7 @@ def _move_codes_kernel(
     kept_ptr,  # [batch, heads, places]
     aside_ptr,  # [batch, heads, 2, slots, D]
     place_ptr,  # [batch, heads, TILE]
-    fresh_codes_ptr,  # [batch, heads, TILE, W]
+    fresh_codes_ptr,  # [batch, heads, TILE, W], as wide as the wider codes
     fresh_scales_ptr,  # [batch, heads, 2, TILE, COLUMNS]
     offset_ptr,  # [heads]
     sink_ptr,
@@ -156,9 +156,7 @@ def _move_codes_kernel(
     kv_slot,
     skipped_batch,
     skipped_head,
-    codes_batch,
-    k_scales_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     heads,
@@ -168,7 +166,8 @@ def _move_codes_kernel(
     residual,
     D: tl.constexpr,
     N: tl.constexpr,
-    BITS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PACK_N: tl.constexpr,
     RANGES: tl.constexpr,
@@ -183,19 +182,20 @@ def _move_codes_kernel(
     # tiles stay as many while there are tokens to fill them: none of theirs returns to slots, to be quantized again
     filled = tl.minimum(packed, tl.maximum(tokens - sink, 0) // TILE_TOKENS * TILE_TOKENS)
     still_packed = tl.maximum(filled, tl.maximum(tokens - sink - residual, 0) // TILE_TOKENS * TILE_TOKENS)
-    tile = tl.load(first_ptr + head).to(tl.int64)
+    tile = batch * tiles + tl.load(first_ptr + head)
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
-    codes, scales = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8), tile * (2 * TILE_TOKENS * COLUMNS)
+    k_codes = k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 8)
+    v_codes = v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 8)
+    scales = tile * (2 * TILE_TOKENS * COLUMNS)
     kept_positions, aside = kept_ptr + program * places, aside_ptr + program * 2 * slots * D
     place = place_ptr + program * TILE_TOKENS
-    fresh_codes = fresh_codes_ptr + program * (TILE_TOKENS * D * BITS // 8)
+    fresh_codes = fresh_codes_ptr + program * (TILE_TOKENS * D * max(K_BITS, V_BITS) // 8)
     fresh_scales = fresh_scales_ptr + program * (2 * TILE_TOKENS * COLUMNS)
     for values in tl.static_range(2):
         _refill(
             states_ptr=(v_ptr if values else k_ptr) + states,
-            codes_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
-            scales_ptr=(v_scales_ptr + batch * v_scales_batch if values else k_scales_ptr + batch * k_scales_batch)
-            + scales,
+            codes_ptr=v_codes if values else k_codes,
+            scales_ptr=(v_scales_ptr if values else k_scales_ptr) + scales,
             kept_ptr=kept_positions,
             aside_ptr=aside + slots * D if values else aside,
             place_ptr=place,
@@ -209,7 +209,7 @@ def _move_codes_kernel(
             kv_slot=kv_slot,
             D=D,
             N=N,
-            BITS=BITS,
+            BITS=V_BITS if values else K_BITS,
             COLUMNS=COLUMNS,
             PACK_N=PACK_N,
             RANGES=RANGES,
@@ -224,15 +224,16 @@ def move(arguments: dict, table: HeadTable, kept_positions: torch.Tensor) -> Non
     batch, heads = table.skipped.shape
     packing = options(table)
     slots = table.quantization.slots(EVERY, table.quantization.sink)
-    codes, scales = (part.new_empty(batch, heads, *part.shape[2:]) for part in table.tiles[:2])
+    wider_codes = max(table.tiles.key_codes, table.tiles.value_codes, key=torch.Tensor.numel)
+    scales = table.tiles.key_scales
     _move_codes_kernel[(batch * heads,)](
         **arguments,
         **_tiles(table, torch.uint8),
         **_token_scale_options(table),
         aside_ptr=table.keys.new_empty(batch, heads, 2, slots, table.keys.shape[2]),
         place_ptr=kept_positions.new_empty(batch, heads, TILE),
-        fresh_codes_ptr=codes,
-        fresh_scales_ptr=scales,
+        fresh_codes_ptr=wider_codes.new_empty(batch, heads, *wider_codes.shape[2:]),
+        fresh_scales_ptr=scales.new_empty(batch, heads, *scales.shape[2:]),
         slots=slots,
         residual=table.quantization.residual,
         PACK_N=packing["V_N"],

@@ -124,7 +124,9 @@ def _pack(
             tl.store(thirds, (even | odd << 4).to(tl.uint8), (half < W // 2) & (n >= 0)[:, None])
 
 
-@triton.jit(do_not_specialize=["confirmed_batch", "confirmed_head", "packed_batch", "packed_head", "heads", "least"])
+@triton.jit(
+    do_not_specialize=["confirmed_batch", "confirmed_head", "packed_batch", "packed_head", "tiles", "heads", "least"]
+)
 def _flush_kernel(
     k_ptr,
     v_ptr,
@@ -143,15 +145,14 @@ def _flush_kernel(
     kv_slot,
     confirmed_batch,
     confirmed_head,
-    codes_batch,
-    k_scales_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     heads,
     least,
     D: tl.constexpr,
-    BITS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
     K_ROWS: tl.constexpr,
     K_COLUMNS: tl.constexpr,
     K_N: tl.constexpr,
@@ -171,21 +172,22 @@ def _flush_kernel(
         place = packed // TILE_TOKENS
         if count_ptr is not None:
             place %= tl.load(count_ptr + head)
-        tile = (first + place).to(tl.int64)
+        tile = batch * tiles + first + place
         states = batch * kv_batch + (tl.load(offset_ptr + head) + sink).to(tl.int64) * kv_slot
-        codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8)
-        k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
-        v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
+        k_codes = k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 8)
+        v_codes = v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 8)
+        k_scales = k_scales_ptr + tile * (2 * K_ROWS * K_COLUMNS)
+        v_scales = v_scales_ptr + tile * (2 * TILE_TOKENS * V_COLUMNS)
         for values in tl.static_range(2):
             _pack(
                 state_ptr=(v_ptr if values else k_ptr) + states,
-                code_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
+                code_ptr=v_codes if values else k_codes,
                 scale_ptr=v_scales if values else k_scales,
                 first=packed,
                 ring=ring,
                 step=kv_slot,
                 D=D,
-                BITS=BITS,
+                BITS=V_BITS if values else K_BITS,
                 ROWS=TILE_TOKENS if values else K_ROWS,
                 COLUMNS=V_COLUMNS if values else K_COLUMNS,
                 N=V_N if values else K_N,
@@ -244,7 +246,8 @@ def options(table: HeadTable) -> dict[str, int]:
     key_tokens = TILE // key_groups[0] if quantization.scheme == "kivi" else tokens
     key_rows, key_columns = key_groups
     return {
-        "BITS": quantization.bits,
+        "K_BITS": quantization.widths.keys,
+        "V_BITS": quantization.widths.values,
         "K_ROWS": key_rows,
         "K_COLUMNS": key_columns,
         "K_N": key_tokens,

@@ -42,6 +42,12 @@ def _unpacking(plane: int, bits: int, mantissa: int) -> tuple[int, ...]:
 
 
 @triton.constexpr_function
+def _word_codes(bits: int) -> int:
+    """How many codes a word has; of 3 bits the third lies apart."""
+    return 16 // (2 if bits == 3 else bits)
+
+
+@triton.constexpr_function
 def _raw_place(plane: int, bits: int) -> int:
     """Where a raw code of a plane lies in the low byte of its float: it counts 2 ** place times as much."""
     return 0 if bits == 3 else plane * bits % 8
@@ -316,7 +322,7 @@ def _side_scales(
 @triton.jit
 def _over_tiles(
     q_ptr,  # [G, D]
-    k_codes,  # int16 words [tiles, TILE, D * BITS / 16]
+    k_codes,  # int16 words [tiles, TILE, D * K_BITS / 16]
     k_scales,  # [tiles, 2, ...]
     v_codes,
     v_scales,
@@ -336,7 +342,8 @@ def _over_tiles(
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    BITS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIDES: tl.constexpr,
@@ -350,24 +357,27 @@ def _over_tiles(
 
     All of them are visible; with RING, of `packed` tokens after the sinks those that the token `newest` still sees, and
     tiles lie round a ring of `count`.
-    A word has PLANES codes; plane p of all words is channels p // 2 * 2 * W + p % 2, + 2, + 4, ... and gets a dot of
-    its own. Where a scale is a channel's of keys or a token's, queries, scores or weights take it: codes stay integers.
+    A word of keys or values has PLANES codes; plane p of all W words is channels p // 2 * 2 * W + p % 2, + 2, ... and
+    gets a dot of its own. Where a scale is a channel's of keys or a token's, queries, scores or weights take it: codes
+    stay integers.
     Where SIDES is not 0, rows that a group of queries would leave empty take the groups that have a scale: row
     g * HEADS + h is head h, times the scales of group g. What it gives elsewhere than in its group is left out. Where
     rows are too few, planes are in SIDES of as many groups each, and each side has weights of its own. Only keys may
     take more, Q_ROWS where they have groups of tokens: a warp leaves out the products of others.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
-    W: tl.constexpr = D * WORD_BITS // 16
-    PLANES: tl.constexpr = 16 // WORD_BITS
-    HALF: tl.constexpr = 2 ** (BITS - 1)
+    K_PLANES: tl.constexpr = _word_codes(K_BITS)
+    V_PLANES: tl.constexpr = _word_codes(V_BITS)
+    K_W: tl.constexpr = D // K_PLANES
+    V_W: tl.constexpr = D // V_PLANES
+    K_HALF: tl.constexpr = 2 ** (K_BITS - 1)
+    V_HALF: tl.constexpr = 2 ** (V_BITS - 1)
     SPREAD: tl.constexpr = SIDES > 0
     # raw codes are multiples of 2 ** -133: what they multiply is 2 ** 64 times as much, and sums are 2 ** -69 of theirs
     V_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or SPREAD)
     K_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or KEY_ROWS > 0 or SPREAD)
-    K_BIAS: tl.constexpr = 0 if K_RAW else HALF
-    V_BIAS: tl.constexpr = 0 if V_RAW else HALF
+    K_BIAS: tl.constexpr = 0 if K_RAW else K_HALF
+    V_BIAS: tl.constexpr = 0 if V_RAW else V_HALF
     RISE: tl.constexpr = 64 if V_RAW else 0
     SMALL: tl.constexpr = 2.0**-69 if K_RAW else 1.0
     scale = scale * (1.0 / SMALL)
@@ -376,7 +386,8 @@ def _over_tiles(
     kw = tl.arange(0, KW)
     vw = tl.arange(0, VW)
     HEADS: tl.constexpr = _power(G) if SPREAD else M
-    SIDE: tl.constexpr = PLANES // max(SIDES, 1)  # planes
+    K_SIDE: tl.constexpr = K_PLANES // max(SIDES, 1)  # planes
+    V_SIDE: tl.constexpr = V_PLANES // max(SIDES, 1)
     UNIT_ROWS: tl.constexpr = max(KEY_ROWS * N // TILE_TOKENS, 1)
     Q_ROWS: tl.constexpr = max(UNIT_ROWS * HEADS, M) if SPREAD else M  # rows that ask keys
     R: tl.constexpr = Q_ROWS if SPREAD else max(_power(G), 128 // KW)  # fewer: every thread would add up all channels
@@ -387,10 +398,10 @@ def _over_tiles(
     LANES: tl.constexpr = N if dtype == tl.float32 else min(N, LANE_TOKENS)
     for side in tl.static_range(max(SIDES, 1)):
         q_sum = tl.zeros([M], tl.float32)
-        for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
-            channel = plane // 2 * 2 * W + 2 * kw + plane % 2
+        for plane in tl.static_range(side * K_SIDE, (side + 1) * K_SIDE):
+            channel = plane // 2 * 2 * K_W + 2 * kw + plane % 2
             q_pointers = q_ptr + (a % HEADS)[:, None] * q_head + channel[None, :]
-            q_mask = (a % HEADS < G)[:, None] & (kw < W)[None, :]
+            q_mask = (a % HEADS < G)[:, None] & (kw < K_W)[None, :]
             if SPREAD and KEY_ROWS == 0:
                 row_group = a // HEADS + side * (GROUPS // SIDES)
                 q_mask &= row_group[:, None] == (channel // (D // GROUPS))[None, :]
@@ -398,12 +409,14 @@ def _over_tiles(
             if KEY_ROWS == 0:
                 q_sum += tl.sum(plane_q.to(tl.float32), 1) * SMALL
             if K_RAW:  # exactly
-                plane_q = (plane_q.to(tl.float32) * 2.0 ** (64 - _raw_place(_place(plane, PLANES), BITS))).to(dtype)
+                rise = 2.0 ** (64 - _raw_place(_place(plane, K_PLANES), K_BITS))
+                plane_q = (plane_q.to(tl.float32) * rise).to(dtype)
             q += (plane_q,)
             exact_pointers = q_ptr + (r % HEADS)[:, None] * q_head + channel[None, :]
             exact_q += (
-                tl.load(exact_pointers, (r % HEADS < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32) * SMALL,
+                tl.load(exact_pointers, (r % HEADS < G)[:, None] & (kw < K_W)[None, :], 0.0).to(tl.float32) * SMALL,
             )
+        for _ in tl.static_range(V_SIDE):
             acc += (tl.zeros([M, VW], tl.float32),)
         q_sums += (q_sum,)
         zeros += (tl.zeros([M, LANES], tl.float32),)  # what the zeros of values add to every channel of a side
@@ -412,24 +425,27 @@ def _over_tiles(
     for unit in range(begin, end):
         tile = unit * N // TILE_TOKENS
         first = unit * N - tile * TILE_TOKENS
-        states = unit * (N * W) + n[:, None] * W
+        k_words = unit * (N * K_W) + n[:, None] * K_W
+        v_words = unit * (N * V_W) + n[:, None] * V_W
         k_third, v_third = n, n
-        if BITS == 3:
-            states += tile * (TILE_TOKENS * W // 2)
+        if K_BITS == 3:
+            k_words += tile * (TILE_TOKENS * K_W // 2)
             k_third = _third_bits(k_codes, unit, n, kw, D, N)
+        if V_BITS == 3:
+            v_words += tile * (TILE_TOKENS * V_W // 2)
             v_third = _third_bits(v_codes, unit, n, vw, D, N)
-        k = tl.load(k_codes + states + kw[None, :], (kw < W)[None, :], 0)
-        v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
+        k = tl.load(k_codes + k_words + kw[None, :], (kw < K_W)[None, :], 0)
+        v = tl.load(v_codes + v_words + vw[None, :], (vw < V_W)[None, :], 0)
 
         if KEY_ROWS > 0:
             row_scales_ptr = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
             scaled_q, zero_products = (), tl.zeros([R, KW], tl.float32)
             groups = tl.arange(0, UNIT_ROWS * KW)
-            factors, lows = _channel_scales(row_scales_ptr, groups, W, KW, PLANES // 2, KEY_ROWS * D, ASM, dtype)
-            for plane in tl.static_range(PLANES):
+            factors, lows = _channel_scales(row_scales_ptr, groups, K_W, KW, K_PLANES // 2, KEY_ROWS * D, ASM, dtype)
+            for plane in tl.static_range(K_PLANES):
                 factor, zero = factors[plane], lows[plane].to(tl.float32)
                 if not K_RAW:
-                    zero += factor.to(tl.float32) * HALF
+                    zero += factor.to(tl.float32) * K_HALF
                 if SPREAD:
                     factor = _spread(tl.reshape(factor, [UNIT_ROWS, KW]), HEADS, Q_ROWS)
                     zero = _spread(tl.reshape(zero, [UNIT_ROWS, KW]), HEADS, Q_ROWS)
@@ -438,8 +454,8 @@ def _over_tiles(
                 scaled_q += (_product(q[plane], factor, ASM),)
                 zero_products += exact_q[plane] * zero
             scores = tl.broadcast_to(_repeated(tl.sum(zero_products, 1)[:, None], Q_ROWS), [Q_ROWS, N])
-            for plane in tl.static_range(PLANES):
-                codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
+            for plane in tl.static_range(K_PLANES):
+                codes = _codes(k, k_third, _place(plane, K_PLANES), K_BITS, ASM, K_RAW, dtype)
                 scores = tl.dot(scaled_q[plane], tl.trans(codes), scores, input_precision="ieee")
             if UNIT_ROWS > 1:
                 in_rows = (a // HEADS)[:, None] == (n * UNIT_ROWS // N)[None, :]
@@ -447,11 +463,13 @@ def _over_tiles(
         else:
             for side in tl.static_range(max(SIDES, 1)):
                 side_scores = tl.zeros([M, N], tl.float32)
-                for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
-                    codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
+                for plane in tl.static_range(side * K_SIDE, (side + 1) * K_SIDE):
+                    codes = _codes(k, k_third, _place(plane, K_PLANES), K_BITS, ASM, K_RAW, dtype)
                     if GROUPS > 1 and not SPREAD:
-                        k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
-                        k_factor, k_zero = _group_scales(k_scales, tile, first + n, k_channel, kw < W, GROUPS, D, HALF)
+                        channel = plane // 2 * 2 * K_W + 2 * kw + plane % 2
+                        k_factor, k_zero = _group_scales(
+                            k_scales, tile, first + n, channel, kw < K_W, GROUPS, D, K_HALF
+                        )
                         codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
                     side_scores = tl.dot(q[plane], tl.trans(codes), side_scores, input_precision="ieee")
                 if GROUPS == 1 or SPREAD:
@@ -486,29 +504,29 @@ def _over_tiles(
             else:
                 zeros += (old_zeros[side],)
                 side_weights = weights
-            for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
-                codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, V_RAW, dtype)
+            for plane in tl.static_range(side * V_SIDE, (side + 1) * V_SIDE):
+                codes = _codes(v, v_third, _place(plane, V_PLANES), V_BITS, ASM, V_RAW, dtype)
                 if GROUPS > 1 and not SPREAD:
-                    v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
-                    v_factor, v_zero = _group_scales(v_scales, tile, first + n, v_channel, vw < W, GROUPS, D, HALF)
+                    channel = plane // 2 * 2 * V_W + 2 * vw + plane % 2
+                    v_factor, v_zero = _group_scales(v_scales, tile, first + n, channel, vw < V_W, GROUPS, D, V_HALF)
                     codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
                 acc += (tl.dot(side_weights.to(dtype), codes, old_acc[plane] * fade[:, None], input_precision="ieee"),)
         top = new_top
     total = tl.sum(total, 1)
     safe_total = tl.where(total > 0, total, 1.0)
     tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe_total), LOWEST), m < G)
-    for plane in tl.static_range(PLANES):
-        channel = plane // 2 * 2 * W + 2 * vw + plane % 2
+    for plane in tl.static_range(V_PLANES):
+        channel = plane // 2 * 2 * V_W + 2 * vw + plane % 2
         plane_out = acc[plane]
         if V_RAW:  # in two steps: their product is more than a float holds
-            plane_out = plane_out * 2.0**64 * 2.0 ** (69 - _raw_place(_place(plane, PLANES), BITS))
-        plane_out += tl.sum(zeros[plane // SIDE], 1)[:, None]
+            plane_out = plane_out * 2.0**64 * 2.0 ** (69 - _raw_place(_place(plane, V_PLANES), V_BITS))
+        plane_out += tl.sum(zeros[plane // V_SIDE], 1)[:, None]
         if SPREAD and GROUPS > 1:
-            row_group = m // HEADS + plane // SIDE * (GROUPS // SIDES)
+            row_group = m // HEADS + plane // V_SIDE * (GROUPS // SIDES)
             in_group = row_group[:, None] == (channel // (D // GROUPS))[None, :]
             plane_out = _head_sums(tl.where(in_group, plane_out, 0.0), HEADS, M)
         out = plane_out / safe_total[:, None]
-        tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])
+        tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < V_W)[None, :])
 
 
 def options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple[int, dict]:
@@ -517,10 +535,11 @@ def options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple
     Widths and tokens are not measured: they follow from the compiled code. A dot that is wider than it is tall is split
     over warps by columns; a square one has each warp compute all of it.
     """
-    words = head_dim * quantization.word_bits // 16
-    key_width = _padded(words)
+    planes = [_word_codes(bits) for bits in quantization.widths]
+    key_width, value_width = (_padded(head_dim // count) for count in planes)
     # with whole tiles of 3 bits registers spill on H100
-    tokens = min(max(TILE_BYTES // (2 * key_width), 16), TILE // 2 if quantization.bits == 3 else TILE)
+    max_tokens = TILE // 2 if 3 in quantization.widths else TILE
+    tokens = min(max(TILE_BYTES // (2 * max(key_width, value_width)), 16), max_tokens)
     key_rows = 0
     if quantization.scheme == "kivi":
         key_rows, _ = quantization.key_groups(head_dim)
@@ -536,7 +555,7 @@ def options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple
 
     if max(key_rows, groups) > 1 and groups & (groups - 1) == 0:
         fewer_tokens = tokens if key_dot_rows(tokens) <= max_rows else half_tokens
-        max_sides = max(min(groups, 16 // quantization.word_bits) // 2, 1)  # sides of two groups of channels or more
+        max_sides = max(min(groups, *planes) // 2, 1)  # sides of two groups of channels or more
         if max(key_dot_rows(tokens), value_dot_rows) <= members:
             sides = 1
         elif key_dot_rows(fewer_tokens) <= max_rows and value_dot_rows <= members * max_sides:
@@ -548,10 +567,11 @@ def options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple
     return members, {
         "OVER_TILES": _over_tiles,
         "PACKED_N": tokens,
-        "BITS": quantization.bits,
+        "K_BITS": quantization.widths.keys,
+        "V_BITS": quantization.widths.values,
         "KEY_ROWS": key_rows,
         "GROUPS": groups,
         "SIDES": sides,
         "KW": key_width,
-        "VW": max(key_width, 2 * members),
+        "VW": max(value_width, 2 * members),
     }

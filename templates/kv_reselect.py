@@ -72,7 +72,7 @@ def _tokens(
 @triton.jit(
     do_not_specialize=[
         *("column", "places", "heads", "skipped_batch", "skipped_head", "q_head", "q_place"),
-        *("packed_batch", "packed_head"),
+        *("packed_batch", "packed_head", "tiles"),
     ]
 )
 def _select_kernel(
@@ -101,9 +101,7 @@ def _select_kernel(
     q_place,
     skipped_batch,
     skipped_head,
-    codes_batch,
-    k_scales_batch,
-    v_scales_batch,
+    tiles,
     packed_batch,
     packed_head,
     heads,
@@ -122,7 +120,8 @@ def _select_kernel(
     NORM: tl.constexpr,
     SINKS: tl.constexpr,
     CAP: tl.constexpr,
-    BITS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     batch = (tl.program_id(0) // heads).to(tl.int64)
@@ -134,14 +133,16 @@ def _select_kernel(
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
     k_pointers, v_pointers = (k_ptr + states, k_ptr, k_ptr), (v_ptr + states, v_ptr, v_ptr)
     sink, ring, packed = 0, 1, 0
-    if BITS is not None:
+    if K_BITS is not None:
         sink = tl.load(sink_ptr + head)
         ring = tl.load(ring_ptr + head)
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
-        tile = tl.load(first_ptr + head).to(tl.int64)
-        codes, scales = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8), tile * (2 * TILE_TOKENS * COLUMNS)
-        k_pointers = k_ptr + states, k_codes_ptr + codes, k_scales_ptr + batch * k_scales_batch + scales
-        v_pointers = v_ptr + states, v_codes_ptr + codes, v_scales_ptr + batch * v_scales_batch + scales
+        tile = batch * tiles + tl.load(first_ptr + head)
+        scales = tile * (2 * TILE_TOKENS * COLUMNS)
+        k_codes = k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 8)
+        v_codes = v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 8)
+        k_pointers = k_ptr + states, k_codes, k_scales_ptr + scales
+        v_pointers = v_ptr + states, v_codes, v_scales_ptr + scales
     scratch = tl.program_id(0).to(tl.int64) * places
     received, pooled, kept_positions = received_ptr + scratch, pooled_ptr + scratch, kept_ptr + scratch
     m = tl.arange(0, M)
@@ -162,7 +163,7 @@ def _select_kernel(
             top, total = _sink_score(learned_ptr + query_head), total + 1
         for begin in range(0, length, N):
             slot = begin + n
-            k = _tokens(*k_pointers, slot, slot < length, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
+            k = _tokens(*k_pointers, slot, slot < length, sink, ring, packed, kv_slot, D, K_BITS, COLUMNS)
             scores = tl.where(slot[None, :] <= last_visible[:, None], _scores(q, k, scale, cap, CAP), float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(scores - new_top[:, None]), 1)
@@ -170,7 +171,7 @@ def _select_kernel(
         share = tl.where(first + m < ROWS, 1 / (total * ROWS), 0.0)
         for begin in range(0, stop, N):
             slot = begin + n
-            k = _tokens(*k_pointers, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
+            k = _tokens(*k_pointers, slot, slot < stop, sink, ring, packed, kv_slot, D, K_BITS, COLUMNS)
             weights = tl.exp2(_scores(q, k, scale, cap, CAP) - top[:, None]) * share[:, None]
             attention = tl.sum(weights, 0)
             if first > 0:
@@ -181,7 +182,7 @@ def _select_kernel(
         tl.debug_barrier()
         for begin in range(0, stop, N):
             slot = begin + n
-            v = _tokens(*v_pointers, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS).to(tl.float32)
+            v = _tokens(*v_pointers, slot, slot < stop, sink, ring, packed, kv_slot, D, V_BITS, COLUMNS).to(tl.float32)
             importance = tl.load(received + slot, slot < stop, 0.0) * tl.sqrt_rn(tl.sum(v * v, 1))
             tl.debug_barrier()
             tl.store(received + slot, importance, slot < stop)
@@ -235,9 +236,10 @@ def _count_reaching(pooled, threshold, stop, N: tl.constexpr):
 def _token_scale_options(table: HeadTable) -> dict[str, int | None]:
     """How a kernel finds the codes of tokens in tiles: bits, and the groups of a token that have scales."""
     if table.quantization is None:
-        return {"BITS": None, "COLUMNS": None}
+        return {"K_BITS": None, "V_BITS": None, "COLUMNS": None}
     _, columns = table.quantization.value_groups(table.keys.shape[2])
-    return {"BITS": table.quantization.bits, "COLUMNS": columns}
+    key_bits, value_bits = table.quantization.widths
+    return {"K_BITS": key_bits, "V_BITS": value_bits, "COLUMNS": columns}
 
 
 def select(

@@ -6,7 +6,7 @@ from .kv_kernels import _matrix, _padded, _slots, _strides, _times_matrix, tl, t
 from .kv_storage import HeadTable
 
 # of kernels that pack tiles: the function that does, and its options
-PACK_OPTIONS = "PACK", "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "RANGES"
+PACK_OPTIONS = "PACK", "K_BITS", "V_BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "RANGES"
 
 
 @triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "heads", "rotated_keys", "rotated_values"])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from .kv_codes import Tiles, dequantize, empty_tiles, key_products, quantize, rotated, rotation, weighted_values
 from .kv_columns import Rows, on_device
 from .kv_heads import HeadGroup, block_elements
-from .kv_layout import EVERY, TILE, KVLayout, LayerLayout, Quantization
+from .kv_layout import EVERY, TILE, KVLayout, LayerLayout, Quantization, Widths
 from .kv_softmax import AttentionPath, Read, Scoring, Span, folded, merge
 from .kv_storage import HeadTable, Storage
 
@@ -127,7 +127,7 @@ class QuantizedGroup(HeadGroup):
         after_sinks = positions - self.sink
         in_tiles = (after_sinks >= 0) & (after_sinks < on_device(self.packed, self.keys.device)[:, None])
         place = (after_sinks % (TILE * self.count))[:, None, :, None].expand_as(slot_states[0])
-        dequantized = (states.flatten(2, 3) for states in dequantize(self.tiles, self.quantization.bits))
+        dequantized = (states.flatten(2, 3) for states in dequantize(self.tiles, self.quantization.widths))
         parts = zip(dequantized, slot_states, strict=True)
         keys, values = (
             torch.where(in_tiles[:, None, :, None], tile_part.gather(2, place), slot_part)
@@ -141,21 +141,22 @@ class QuantizedGroup(HeadGroup):
         # over slots and the tiles' codes, in float32: nothing is dequantized
         slots = self.used(seen)
         tiles = self.packed_tiles()
-        bits = self.quantization.bits
+        widths = self.quantization.widths
         dtype = torch.promote_types(query.dtype, torch.float32)
         folded_query = folded(query, self.keys, None)[0].to(dtype)
         batch, heads, count = tiles.key_codes.shape[:3]
         room = folded_query.new_empty(
             batch * heads * min(count, self.tiles_at_once(batch)) * TILE * folded_query.shape[3]
         )
-        products = [folded_query @ self.keys[:, :, :slots].to(dtype).mT, key_products(folded_query, tiles, bits, room)]
+        slot_products = folded_query @ self.keys[:, :, :slots].to(dtype).mT
+        products = [slot_products, key_products(folded_query, tiles, widths.keys, room)]
         scores = scoring.scores(torch.cat(products, 3))
         for rows, spans in self.unseen(seen, slots, count * TILE):
             for begin, end in spans:
                 scores[rows, :, :, begin:end] = float("-inf")
         weights = F.dropout(scores.softmax(3), scoring.dropout)
         output = weights[..., :slots] @ self.values[:, :, :slots].to(dtype)
-        output += weighted_values(weights[..., slots:], tiles, bits, room)
+        output += weighted_values(weights[..., slots:], tiles, widths.values, room)
         output = output.view(query.shape)
         if scoring.sinks is not None:
             output = scoring.sunk(output, scores.logsumexp(3).view(query.shape[:3]))
@@ -228,7 +229,7 @@ class QuantizedGroup(HeadGroup):
         tiles = self.packed_tiles()
         max_tiles = self.tiles_at_once(self.keys.shape[0])
         for parts in zip(*(part.split(max_tiles, 2) for part in tiles), strict=True):
-            keys, values = (states.flatten(2, 3) for states in dequantize(Tiles(*parts), self.quantization.bits))
+            keys, values = (states.flatten(2, 3) for states in dequantize(Tiles(*parts), self.quantization.widths))
             tokens = keys.shape[2]
             counts = [min(max(packed - first_token, 0), tokens) for packed in self.packed]
             if len(set(counts)) == 1:
@@ -360,13 +361,14 @@ def requested_quantization(cache_config: dict, config: Any) -> Quantization:
             "cache_config: the layers of this checkpoint differ in bits; give nbits, or leave cache_implementation out"
         )
     by_bits = {layer.quantization.bits: layer.quantization for layer in layout.layers if layer.quantization}
-    default = by_bits.get(cache_config.get("nbits"), layout.quantization or Quantization(4))
+    requested_bits = Widths.of(cache_config.get("nbits")).bits
+    default = by_bits.get(requested_bits, layout.quantization or Quantization(4))
     scheme = default.scheme
     if "axis_key" in cache_config:
         scheme = "per-token" if cache_config["axis_key"] == per_token else "kivi"
     if cache_config.get("axis_value", per_token) != per_token:
         raise ValueError(f"cache_config: values have a scale per token, which is axis_value {per_token} of {backend}")
-    bits = cache_config.get("nbits", default.bits)
+    bits = default.bits if requested_bits is None else requested_bits
     same_codes = (bits, scheme) == (default.bits, default.scheme)
     return Quantization(
         bits=bits,

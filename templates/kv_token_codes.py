@@ -8,7 +8,7 @@ import torch
 from .kv_codes import Tiles, quantize_groups, scale_codes, split_thirds, unpack
 from .kv_columns import on_device
 from .kv_heads import VALUES, take_positions
-from .kv_layout import TILE, Quantization
+from .kv_layout import TILE, Quantization, Widths
 from .kv_storage import Storage
 from .kv_tiles import QuantizedGroup
 
@@ -27,7 +27,7 @@ class TokenCodes:
         tiles = [TILE * group.count for group in groups]
         self.stored = [part[:, part.shape[1] - sum(slots) :] for part in (storage.keys, storage.values)]
         self.tiles = storage.tiles.map(lambda part: part[:, part.shape[1] - sum(tiles) // TILE :])
-        self.tokens = by_token(self.tiles, self.quantization.bits)
+        self.tokens = by_token(self.tiles, self.quantization.widths)
         starts = [[*accumulate(sizes[:-1], initial=0)] for sizes in (slots, tiles)]
         rows = [*zip(*self.packed, strict=True)]
         row_packed = rows[:1] if len({*rows}) == 1 else rows
@@ -43,7 +43,7 @@ class TokenCodes:
             return slot_states
         in_tile, place = self._place(position)
         codes, scales = (_gather_places(part, place) for part in self.tokens[2 * kind : 2 * kind + 2])
-        return token_states(codes, scales, self.quantization.bits).where(in_tile[..., None], slot_states)
+        return token_states(codes, scales, self.quantization.widths[kind]).where(in_tile[..., None], slot_states)
 
     def _place(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Whether tokens are in tiles, bool [1 or batch, heads, n], and where among all that could be there."""
@@ -92,11 +92,14 @@ class TokenCodes:
             )
             parts = zip(index.where(in_tile, fresh_index).unbind(1), self.groups, strict=True)
             pool_index = torch.cat([token_index[:, : TILE * group.count] for token_index, group in parts], 1)[:, None]
-            encoded = encoded_tokens(torch.stack([part[:, :, slots:] for part in states]), quantization)
-            fresh_parts = (part.flatten(1, 2) for pair in zip(*encoded, strict=True) for part in pair)
+            fresh_parts = (
+                encoded.flatten(1, 2)
+                for part, bits in zip(states, quantization.widths, strict=True)
+                for encoded in encoded_tokens(part[:, :, slots:], bits, quantization)
+            )
             pools = (torch.cat(pair, 1) for pair in zip(self.tokens, fresh_parts, strict=True))
             moved_tokens = Tiles(*(_gather_places(pool, pool_index)[:, 0] for pool in pools))
-            for stored, part in zip(self.tiles, by_tile(moved_tokens, quantization.bits), strict=True):
+            for stored, part in zip(self.tiles, by_tile(moved_tokens, quantization.widths), strict=True):
                 stored.copy_(part)
         for head, group in enumerate(self.groups):
             for stored, part in zip((group.keys, group.values), states, strict=True):
@@ -112,18 +115,20 @@ def _gather_places(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return gathered.unflatten(1, place.shape[1:])
 
 
-def by_token(tiles: Tiles, bits: int) -> Tiles:
+def by_token(tiles: Tiles, widths: Widths) -> Tiles:
     """Bytes of codes, scales and minima [..., tiles * TILE, n] of tokens that have their own."""
-    codes = (_token_bytes(part, bits).flatten(-3, -2) for part in (tiles.key_codes, tiles.value_codes))
+    packed = zip((tiles.key_codes, tiles.value_codes), widths, strict=True)
+    codes = (_token_bytes(part, bits).flatten(-3, -2) for part, bits in packed)
     scales = (part.transpose(-3, -2).flatten(-2).flatten(-3, -2) for part in (tiles.key_scales, tiles.value_scales))
     return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
 
 
-def by_tile(tokens: Tiles, bits: int) -> Tiles:
+def by_tile(tokens: Tiles, widths: Widths) -> Tiles:
     """The reverse: [..., tiles, *] as tiles have them."""
     key_codes, key_scales, value_codes, value_scales = tokens.map(lambda part: part.unflatten(-2, (-1, TILE)))
     scales = (part.unflatten(-1, (2, -1)).transpose(-3, -2) for part in (key_scales, value_scales))
-    codes = (_token_bytes(part, bits, back=True) for part in (key_codes, value_codes))
+    packed = zip((key_codes, value_codes), widths, strict=True)
+    codes = (_token_bytes(part, bits, back=True) for part, bits in packed)
     return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
 
 
@@ -138,11 +143,11 @@ def _token_bytes(packed: torch.Tensor, bits: int, back: bool = False) -> torch.T
     return torch.cat(split_thirds(packed), -1)
 
 
-def encoded_tokens(states: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
+def encoded_tokens(states: torch.Tensor, bits: int, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of codes, scales and minima, as `by_token` has them, of tokens [..., n, head_dim]."""
     *_, tokens, head_dim = states.shape
-    codes, scales = quantize_groups(states, (tokens, quantization.value_groups(head_dim)[1]), quantization)
-    return _token_bytes(codes, quantization.bits), scales.transpose(-3, -2).flatten(-2)
+    codes, scales = quantize_groups(states, (tokens, quantization.value_groups(head_dim)[1]), bits, quantization)
+    return _token_bytes(codes, bits), scales.transpose(-3, -2).flatten(-2)
 
 
 def token_states(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:

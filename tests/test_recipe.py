@@ -45,7 +45,7 @@ def recipes(draw):
     else:
         way = draw(st.sampled_from([None, "sparsity", "threshold", "full_heads"]))
         values |= {way: draw(TOKENS if way == "full_heads" else SHARE)} if way else {}
-        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 3, 2, "auto"]))
+        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 3, "k3v2", 2, "auto"]))
     if rest == "budgeted":
         values |= {"window": draw(st.integers(1, 1 << 29)), "kernel_size": 2 * draw(st.integers(0, 1 << 20)) + 1}
         values |= {"budget": None if fit else draw(maybe(TOKENS)), "budgets_from": draw(maybe(TEXT))}

@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem
 
 from kvsurgery.cli.help import HelpPage
 from kvsurgery.errors import PolicyError, RecipeError
+from kvsurgery.templates.kv_layout import Widths
 
 
 def flag(name: str) -> str:
@@ -88,14 +89,28 @@ class Several(click.ParamType):
 
 
 class Bits(click.Choice):
-    """Bits of a cache; some options also take 16, for an unquantized cache, or auto, for a width for each layer."""
+    """Bits of a cache, or of its keys and values, such as k3v2.
+
+    Some options also take 16, for an unquantized cache, or auto, for a width for each layer.
+    """
 
     def __init__(self, *bits: int | str):
         super().__init__([str(count) for count in bits])
 
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join(self.choices)}|kNvM]"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        choice = super().convert(str(value), param, ctx)
-        return int(choice) if choice.isdigit() else choice
+        text = str(value)
+        if text in self.choices:
+            return int(text) if text.isdigit() else text
+        widths = Widths.of(text)
+        try:
+            widths.check()
+        except ValueError:
+            accepted = ", ".join(self.choices)
+            self.fail(f"{text!r} is not one of {accepted}, or two widths for keys and values, such as k3v2", param, ctx)
+        return widths.bits
 
 
 class Grouped(HelpPage):

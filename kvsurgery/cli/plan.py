@@ -95,7 +95,7 @@ def loss_facts(candidate: Candidate, fit: Fit) -> dict[str, float]:
     return {"kept": 1 - candidate.loss} if fit.losses is None else {"divergence": candidate.loss}
 
 
-def width(candidate: Candidate, fit: Fit) -> int:
+def width(candidate: Candidate, fit: Fit) -> int | str:
     """Bits of what full and budgeted heads keep."""
     return candidate.quantization.bits if candidate.quantization else 8 * fit.footprint.itemsize
 

@@ -22,7 +22,8 @@ LARGEST_RECIPE = 1 << 20  # bytes; --save-recipe does not overwrite a larger fil
 AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
 SWEPT_BITS = (
     Bits(16, 8, 4, 3, 2),
-    "Bits per stored key and value of full and budgeted heads, except for the newest tokens; 16 is the model's dtype.",
+    "Bits per stored key and value of full and budgeted heads, except for the newest tokens; k3v2 has 3 for keys and 2 "
+    "for values, and 16 is the model's dtype.",
 )
 NOT_SWEPT = ("threshold", "kv_budget")
 DECIDED = (*CHOICES, "budget", "kv_bits", "kv_budget")
@@ -86,8 +87,9 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "kv_bits": (
             Bits(8, 4, 3, 2, "auto"),
-            "Bits per stored key and value of full and budgeted heads, except for the newest tokens; auto chooses a "
-            "width for each layer, with --kv-budget and --kv-measured.  [default: (the model's dtype)]",
+            "Bits per stored key and value of full and budgeted heads, except for the newest tokens; k3v2 has 3 for "
+            "keys and 2 for values; auto chooses a width for each layer, with --kv-budget and --kv-measured.  "
+            "[default: (the model's dtype)]",
             basic,
         ),
         "kv_budget": (float, "With --kv-bits auto: the largest average number of bits per stored value."),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM
+from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, Widths
 
 
 def describe_bits(quantization: Mapping[str, Any]) -> str:
@@ -21,28 +21,30 @@ def describe_bits(quantization: Mapping[str, Any]) -> str:
     return f"{describe_widths(quantization['bits'])} ({', '.join([quantization['scheme'], *groups, *transforms])})"
 
 
-def describe_widths(bits: int | Sequence[int | None]) -> str:
-    """One width, or how many layers have each: "4 bits in 20 layers, 3 in 8, unquantized in 2"."""
-    if isinstance(bits, int):
-        return f"{bits} bits"
+def describe_widths(bits: int | str | Sequence[int | str | None]) -> str:
+    """One width, or how many layers have each: "4 bits in 20 layers, k3v2 in 8, unquantized in 2"."""
+    if isinstance(bits, int | str):
+        keys, values = Widths.of(bits)
+        return f"{keys} bits" if keys == values else f"{keys} bits for keys and {values} for values"
     counts = Counter(bits)
-    [(first, layers), *others] = [(width, counts[width]) for width in _widest_first(bits)]
+    [(first, layers), *others] = [(width, counts[width]) for width in widest_first(bits)]
     unquantized = [f"unquantized in {counts[None]}"] if None in counts else []
     words = [f"{first} bits in {layers} layer{'s' * (layers > 1)}", *(f"{width} in {count}" for width, count in others)]
     return ", ".join(words + unquantized)
 
 
-def _widest_first(bits: Iterable[int | None]) -> list[int]:
-    return sorted({width for width in bits if width is not None}, reverse=True)
+def widest_first(bits: Iterable[int | str | None]) -> list[int | str]:
+    """The widths among the bits of layers, each once."""
+    return sorted({width for width in bits if width is not None}, key=lambda width: sum(Widths.of(width)), reverse=True)
 
 
 def _at_widths(quantization: Mapping[str, Any], name: str, value: Any) -> str | None:
     """At which widths a field has a value: empty for all of them, None for none."""
     bits, values = quantization["bits"], quantization[name]
-    if isinstance(bits, int) or not isinstance(values, Sequence) or isinstance(values, str):
+    if isinstance(bits, int | str) or not isinstance(values, Sequence) or isinstance(values, str):
         return "" if values == value else None
-    widths = _widest_first(width for width, layer_value in zip(bits, values, strict=True) if layer_value == value)
-    if widths in ([], _widest_first(bits)):
+    widths = widest_first(width for width, layer_value in zip(bits, values, strict=True) if layer_value == value)
+    if widths in ([], widest_first(bits)):
         return "" if widths else None
     return f" at {' and '.join(filter(None, (', '.join(map(str, widths[:-1])), str(widths[-1]))))} bits"
 

@@ -23,7 +23,7 @@ from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.cache_losses import MEASURED_WIDTHS, STREAMING_CACHE, CacheLosses, Combination, WholeCacheLoss
-from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.templates.kv_layout import Quantization, Widths
 from kvsurgery.version import TOOL
 
 EIGHTHS = 2, 4, 6, 7, 8  # of all heads that stream together; the last ones lose most
@@ -161,7 +161,7 @@ class _Measuring:
     ):
         self.measured, self.layers, self.sizes, self.mesh = measured, layers, sizes, mesh
         self.shape = measured.dimensions.layers, measured.dimensions.kv_heads
-        self.widths = [bits for bits in MEASURED_WIDTHS if measured.dimensions.head_dim * bits % 16 == 0]
+        self.widths = [bits for bits in MEASURED_WIDTHS if Widths.of(bits).fill_words(measured.dimensions.head_dim)]
         self.caches: list[Quantization | Window] = [
             quantization for bits in self.widths for quantization in _quantizations(bits)
         ]
@@ -182,19 +182,19 @@ class _Measuring:
             trial = CacheTrial(model, layers, passages[number][None], self.sizes.context, self.caches)
             self.trials.append(trial)
 
-    def settings(self) -> dict[int, tuple[WholeCacheLoss, ...]]:
+    def settings(self) -> dict[int | str, tuple[WholeCacheLoss, ...]]:
         """Losses with every head quantized, in each way that is tried."""
         quantizations = [quantization for quantization in self.caches if isinstance(quantization, Quantization)]
         changes = [self._uniform_changes(place) for place, _ in enumerate(quantizations, 1)]
         losses = self._mean_divergences(changes, CacheTrial.divergence, self.sizes.scored)
-        settings_by_width: dict[int, tuple[WholeCacheLoss, ...]] = dict.fromkeys(self.widths, ())
+        settings_by_width: dict[int | str, tuple[WholeCacheLoss, ...]] = dict.fromkeys(self.widths, ())
         for quantization, loss in zip(quantizations, losses, strict=True):
             settings_by_width[quantization.bits] += (
                 WholeCacheLoss(str(quantization.rotate), bool(quantization.clip), float(loss)),
             )
         return settings_by_width
 
-    def heads(self, settings: Mapping[int, tuple[WholeCacheLoss, ...]]) -> dict[str, np.ndarray]:
+    def heads(self, settings: Mapping[int | str, tuple[WholeCacheLoss, ...]]) -> dict[str, np.ndarray]:
         """Losses of single heads, by cache."""
         places = {str(bits): place for bits, place in self._best_places(settings).items() if bits != SHARED}
         places[STREAMING_CACHE] = len(self.caches)
@@ -219,7 +219,7 @@ class _Measuring:
         return head_losses
 
     def combinations(
-        self, settings: Mapping[int, tuple[WholeCacheLoss, ...]], heads: Mapping[str, np.ndarray]
+        self, settings: Mapping[int | str, tuple[WholeCacheLoss, ...]], heads: Mapping[str, np.ndarray]
     ) -> tuple[Combination, ...]:
         """Losses of several heads at once, beside the sums of their own."""
         best_places = self._best_places(settings)
@@ -241,7 +241,7 @@ class _Measuring:
         return tuple(map(Combination, changes_by_name, expected_losses, measured_losses.tolist(), streaming))
 
     def _combined_changes(
-        self, heads: Mapping[str, np.ndarray], best_places: Mapping[int, int]
+        self, heads: Mapping[str, np.ndarray], best_places: Mapping[int | str, int]
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Names and changes of several heads: the least harmful ones streaming, others quantized."""
         streaming, window = heads[STREAMING_CACHE], len(self.caches)
@@ -267,7 +267,7 @@ class _Measuring:
         changes[self.layers] = place
         return changes
 
-    def _best_places(self, settings: Mapping[int, tuple[WholeCacheLoss, ...]]) -> dict[int, int]:
+    def _best_places(self, settings: Mapping[int | str, tuple[WholeCacheLoss, ...]]) -> dict[int | str, int]:
         """Of each width, the place of the cache that loses least."""
         places = {}
         for bits, losses in settings.items():
@@ -289,7 +289,7 @@ class _Measuring:
         return total.numpy() / self.sizes.passages
 
 
-def _quantizations(bits: int) -> list[Quantization]:
+def _quantizations(bits: int | str) -> list[Quantization]:
     """The ways to rotate and clip that are tried at a width."""
     if bits == SHARED:
         return [Quantization(bits)]

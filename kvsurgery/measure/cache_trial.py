@@ -260,7 +260,7 @@ def stored_states(keys: torch.Tensor, values: torch.Tensor, quantization: Quanti
     ]
     restored = []
     for exact_states, tile_states, is_rotated in zip(
-        (keys, values), dequantize(quantize(*packed, quantization), quantization.bits), are_rotated, strict=True
+        (keys, values), dequantize(quantize(*packed, quantization), quantization.widths), are_rotated, strict=True
     ):
         tile_states = tile_states.flatten(2, 3)
         tile_states = rotated(tile_states, heads, back=True) if is_rotated else tile_states

@@ -36,7 +36,7 @@ class Fit:
     @property
     def alternatives(self) -> tuple[Candidate, ...]:
         """The best candidate of each other width that fits, the least harmful first."""
-        best_by_width: dict[int, Candidate] = {}
+        best_by_width: dict[int | str, Candidate] = {}
         for candidate in sorted(self.candidates, key=lambda item: item.worth, reverse=True):
             if candidate.total <= self.demand.memory and candidate.bits != self.choice.bits:
                 best_by_width.setdefault(candidate.bits, candidate)

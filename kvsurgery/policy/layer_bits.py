@@ -12,7 +12,7 @@ from kvsurgery.heads.kinds import full_heads
 from kvsurgery.policy.measured import measured_cache
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.recipe import Recipe
-from kvsurgery.templates.kv_layout import KVLayout, Quantization
+from kvsurgery.templates.kv_layout import KVLayout, Quantization, Widths
 
 # bits that a value counts as where a layer keeps the model's dtype
 UNQUANTIZED = 16
@@ -35,17 +35,19 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
         raise PolicyError("`cache.bits` auto is for full heads: budgeted heads are not measured; give a width")
     if not any(layer.full for layer in layout.layers):
         raise PolicyError("`cache.bits` auto is for full heads, and this policy has none; leave it out")
-    quantizations: dict[int, Quantization | None] = {UNQUANTIZED: None}
+    quantizations: dict[int | str, Quantization | None] = {UNQUANTIZED: None}
     for bits in losses.settings:
         width_cache = measured_cache(replace(cache, bits=bits, budget=None), losses)
         width_cache.check_quantization(layout.head_dim)
         quantizations[bits] = width_cache.quantization
-    widths = sorted(quantizations)
-    if cache.budget < widths[0]:
-        raise PolicyError(f"`cache.budget`: heads of {layout.head_dim} have at least {widths[0]} bits a value")
+    pair_bits = {bits: sum(Widths.of(bits)) for bits in quantizations}  # of a key and a value
+    widths = sorted(quantizations, key=lambda bits: pair_bits[bits])
+    min_bits = pair_bits[widths[0]] / 2
+    if cache.budget < min_bits:
+        raise PolicyError(f"`cache.budget`: heads of {layout.head_dim} have at least {min_bits:g} bits a value")
     expected_losses = [
-        np.zeros((losses.model.layers, losses.model.kv_heads)) if quantization is None else losses.expected(str(bits))
-        for bits, quantization in sorted(quantizations.items())
+        np.zeros((losses.model.layers, losses.model.kv_heads)) if bits == UNQUANTIZED else losses.expected(str(bits))
+        for bits in widths
     ]
     full_places = [place for place, layer in enumerate(layout.layers) if layer.full]
     heads = [[*full_heads(layout.layers[place])] for place in full_places]
@@ -53,9 +55,9 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
         [float(width_losses[place, layer_heads].sum()) for width_losses in expected_losses]
         for place, layer_heads in zip(full_places, heads, strict=True)
     ]
-    costs = [[bits * len(layer_heads) for bits in widths] for layer_heads in heads]
+    costs = [[pair_bits[bits] * len(layer_heads) for bits in widths] for layer_heads in heads]
     # budgets are decimal fractions
-    total_bits = int(cache.budget * sum(layer.full for layer in layout.layers) + 1e-6)
+    total_bits = int(2 * cache.budget * sum(layer.full for layer in layout.layers) + 1e-6)
     columns = dict(zip(full_places, least_loss(layer_losses, costs, total_bits), strict=True))
     layers = tuple(
         replace(layer, quantization=quantizations[widths[columns[place]]] if place in columns else None)

@@ -28,10 +28,10 @@ from kvsurgery.profile.methods import MAX_BUDGET
 from kvsurgery.recipe import Recipe
 from kvsurgery.recipe_tables import MAX_TOKENS, Cache, Demand
 from kvsurgery.templates import kv_layout
-from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.templates.kv_layout import Quantization, Widths
 
 # of logits, a guess for any model: 2 bits are left out, since they ruin some
-ERRORS = {8: 0.0004, 4: 0.0079, 3: 0.02}
+ERRORS: dict[int | str, float] = {8: 0.0004, 4: 0.0079, 3: 0.02}
 # the smallest mean budget that is considered
 LEAST_BUDGET = 16
 # beside budgets, full heads are counted in steps of this share of all
@@ -67,14 +67,14 @@ class Candidate:
         return base_recipe.changed(full_heads=self.full_heads, rest=self.rest, budget=self.budget, kv_bits=bits)
 
     @property
-    def bits(self) -> int:
+    def bits(self) -> int | str:
         """Bits of what full and budgeted heads keep; 16 stands for the model's dtype."""
         return self.quantization.bits if self.quantization else 16
 
     @property
     def worth(self) -> tuple[float, ...]:
         """Larger is better: less loss, then more bits, more full heads, fewer bytes, and a smaller budget."""
-        return -self.loss, self.bits, self.full_heads, -self.total, -(self.budget or 0)
+        return -self.loss, sum(Widths.of(self.bits)), self.full_heads, -self.total, -(self.budget or 0)
 
 
 class Prices:
@@ -259,7 +259,7 @@ class Prices:
         return layout.prefill_peak_bytes(**size, chunk=chunk) - layout.kv_bytes(**size)
 
 
-def quantizations(cache: Cache, head_dim: int, widths: Iterable[int]) -> list[Quantization | None]:
+def quantizations(cache: Cache, head_dim: int, widths: Iterable[int | str]) -> list[Quantization | None]:
     """The model's dtype, and these bits as far as heads of this size can be stored so.
 
     Raises:
@@ -267,7 +267,7 @@ def quantizations(cache: Cache, head_dim: int, widths: Iterable[int]) -> list[Qu
     """
     result: list[Quantization | None] = [None]
     for bits in widths:
-        if head_dim * bits % 16 == 0:  # codes fill whole words
+        if Widths.of(bits).fill_words(head_dim):
             width_cache = replace(cache, bits=bits)
             width_cache.check_quantization(head_dim)
             result.append(width_cache.quantization)

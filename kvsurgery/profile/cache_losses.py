@@ -19,7 +19,7 @@ from kvsurgery.profile.tensor_file import Kind, TensorFile, read
 from kvsurgery.templates.kv_layout import ROTATIONS, Quantization
 
 STREAMING_CACHE = "streaming"
-MEASURED_WIDTHS = (8, 4, 3, 2)
+MEASURED_WIDTHS = (8, 4, 3, "k3v2", 2)
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class CacheLosses(TensorFile):
 
     Attributes:
         settings: by bits, the settings that were tried with every head quantized.
-        heads: by cache ("8", "4", "3", "2" or "streaming"), float32 [layers, kv_heads]: the loss with only this head in
-            it, quantized with the best setting of its width. 0 in layers with a sliding window of the model's own.
+        heads: by cache ("8", "4", "3", "k3v2", "2" or "streaming"), float32 [layers, kv_heads]: the loss with only this
+            head in it, quantized with the best setting of its width. 0 in layers with a window of the model's own.
         combinations: several heads changed at once.
         quantization: the measured scheme, groups, residual and sinks.
         sink, recent: tokens that streaming heads kept.
@@ -81,7 +81,7 @@ class CacheLosses(TensorFile):
         "make one with `kvsurgery profile compute --method kv-bits`",
     )
 
-    settings: Mapping[int, tuple[WholeCacheLoss, ...]]
+    settings: Mapping[int | str, tuple[WholeCacheLoss, ...]]
     heads: Mapping[str, np.ndarray]
     combinations: tuple[Combination, ...]
     quantization: Quantization
@@ -97,7 +97,7 @@ class CacheLosses(TensorFile):
     def __post_init__(self) -> None:
         check_model(self.KIND.name, self.origin, self.model, self.windows)
         if not self.settings or not set(self.settings) <= set(MEASURED_WIDTHS) or not all(self.settings.values()):
-            raise ProfileError(f"measured cache losses are of 8, 4, 3 and 2 bits, got {[*self.settings]}")
+            raise ProfileError(f"measured cache losses are of 8, 4, 3, k3v2 and 2 bits, got {[*self.settings]}")
         for setting in (entry for entries in self.settings.values() for entry in entries):
             if setting.rotate not in ROTATIONS or type(setting.clip) is not bool or not _is_loss(setting.loss):
                 raise ProfileError(f"unknown setting of a quantized cache: {setting}")
@@ -154,7 +154,7 @@ class CacheLosses(TensorFile):
             fingerprint=self.fingerprint,
         )
 
-    def best(self, bits: int, rotate: str | None = None, clip: bool | None = None) -> WholeCacheLoss:
+    def best(self, bits: int | str, rotate: str | None = None, clip: bool | None = None) -> WholeCacheLoss:
         """The setting of a width with the least loss; `rotate` and `clip` restrict the choice.
 
         Raises:
@@ -180,7 +180,7 @@ class CacheLosses(TensorFile):
         """
         losses = self.heads[cache].astype(np.float64)
         if cache != STREAMING_CACHE:
-            return losses * (self.best(int(cache)).loss / losses.sum()) if losses.any() else losses
+            return losses * (self.best(_bits(cache)).loss / losses.sum()) if losses.any() else losses
         windows = self.windows or [None] * self.model.layers
         eligible = np.repeat([window is None for window in windows], self.model.kv_heads)
         ranking = [place for place in losses.argsort(axis=None, kind="stable") if eligible[place]]
@@ -201,8 +201,8 @@ class CacheLosses(TensorFile):
             content = json.loads(metadata["content"])
             return cls(
                 settings={
-                    int(bits): tuple(WholeCacheLoss(**entry) for entry in entries)
-                    for bits, entries in content["settings"].items()
+                    _bits(name): tuple(WholeCacheLoss(**entry) for entry in entries)
+                    for name, entries in content["settings"].items()
                 },
                 heads=heads,
                 combinations=tuple(Combination(**entry) for entry in content["combinations"]),
@@ -222,7 +222,7 @@ class CacheLosses(TensorFile):
         """All fields as JSON, except for the losses of single heads."""
         return {
             **{name: getattr(self, name) for name in COPIED_FIELDS},
-            "settings": {bits: [asdict(entry) for entry in entries] for bits, entries in self.settings.items()},
+            "settings": {str(bits): [asdict(entry) for entry in entries] for bits, entries in self.settings.items()},
             "combinations": [asdict(entry) for entry in self.combinations],
             "quantization": asdict(self.quantization),
             "model": asdict(self.model),
@@ -232,6 +232,11 @@ class CacheLosses(TensorFile):
 
     def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return {**self.KIND.metadata, "content": json.dumps(self.facts, sort_keys=True)}, dict(self.heads)
+
+
+def _bits(name: str) -> int | str:
+    """The bits that have a name in a file."""
+    return int(name) if name.isdigit() else name
 
 
 def _is_loss(value: object) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvsurgery.emit.cache_description import widest_first
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.heads.kinds import FULL, decided_kinds
@@ -98,10 +99,9 @@ def _heads(entries: Sequence[Entry]) -> Iterator[TableRow]:
 def _bits(entry: Entry) -> str:
     quantization = entry.checkpoint["surgery"]["quantization"]
     bits = quantization["bits"] if quantization else None
-    # of layers that differ, each width once
-    widths = set(bits) if isinstance(bits, list) else {bits}
-    words = [str(width) for width in sorted(widths - {None}, reverse=True)]
-    return ", ".join([UNQUANTIZED] * (None in widths) + words)
+    widths = bits if isinstance(bits, list) else [bits]
+    words = map(str, widest_first(widths))  # of layers that differ, each width once
+    return ", ".join([*[UNQUANTIZED] * (None in widths), *words])
 
 
 def _kv_bytes(entries: Sequence[Entry]) -> TableRow:

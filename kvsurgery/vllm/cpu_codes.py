@@ -29,10 +29,10 @@ def to_page(tiles: Tiles) -> torch.Tensor:
 
 def from_page(page: torch.Tensor, head_dim: int, dtype: torch.dtype, quantization: Quantization) -> Tiles:
     """The tiles of pages [..., bytes], as views."""
-    code_shape = TILE, quantization.code_bytes(head_dim)
     parts, begin = [], 0
-    for groups in (quantization.key_groups(head_dim), quantization.value_groups(head_dim)):
-        for shape, kind in ((code_shape, torch.uint8), ((2, *groups), dtype)):
+    all_groups = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
+    for groups, width in zip(all_groups, quantization.code_bytes(head_dim), strict=True):
+        for shape, kind in (((TILE, width), torch.uint8), ((2, *groups), dtype)):
             end = begin + torch.Size(shape).numel() * kind.itemsize
             parts.append(page[..., begin:end].view(kind).unflatten(-1, shape))
             begin = end
@@ -181,14 +181,14 @@ class CodesImpl(CPUAttentionBackendImpl):
         scoring = Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks)
         keys, values = states.float().split(self.head_size, -1)
         weights, lse = _weights(scoring.scores(query @ keys.mT), piece.hidden[..., None], piece.new)
-        output = weights @ values
+        output, widths = weights @ values, quantization.widths
         for span in _spans(query, blocks.shape[1], pages.shape[2]):
             gathered = pages[blocks[:, span]].transpose(1, 2)  # [requests, heads, tiles, bytes]
             tiles = from_page(gathered, self.head_size, states.dtype, quantization)
-            room = query.new_empty(max(ROOM, tiles.key_codes[:, :, 0].numel() * 8 // quantization.bits))
-            scores = scoring.scores(key_products(query, tiles, quantization.bits, room))
+            room = query.new_empty(max(ROOM, tiles.key_codes[:, :, 0].numel() * 8 // widths.keys))
+            scores = scoring.scores(key_products(query, tiles, widths.keys, room))
             weights, part_lse = _weights(scores, piece.hidden_in(span), piece.new)
-            part = weighted_values(weights, tiles, quantization.bits, room)
+            part = weighted_values(weights, tiles, widths.values, room)
             output, lse = merge((output, lse), (part, part_lse))
         by_query_head = len(piece.rows), -1, piece.new
         return scoring.sunk(output.view(*by_query_head, self.head_size), lse.view(by_query_head))

@@ -100,6 +100,8 @@ def test_measured_on_another_model(measured: Path) -> None:
     ("changes", "words"),
     [
         ({"bits": 4}, "4 bits (kivi, values rotated)"),
+        ({"bits": "k3v2"}, "3 bits for keys and 2 for values (kivi, values rotated)"),
+        ({"bits": [2, "k3v2", 3]}, "3 bits in 1 layer, k3v2 in 1, 2 in 1 (kivi, values rotated)"),
         ({"bits": [4, 4, 3]}, "4 bits in 2 layers, 3 in 1 (kivi, values rotated)"),
         ({"bits": [None, 3, 8]}, "8 bits in 1 layer, 3 in 1, unquantized in 1 (kivi, values rotated)"),
         (
@@ -108,7 +110,7 @@ def test_measured_on_another_model(measured: Path) -> None:
             "at 2 bits, ranges clipped at 3 and 2 bits)",
         ),
     ],
-    ids=["one", "two", "dtype", "steps"],
+    ids=["one", "pair", "pair of some layers", "two", "dtype", "steps"],
 )
 def test_widths_in_words(changes: dict, words: str) -> None:
     usual = {"bits": 4, "scheme": "kivi", "group_size": None, "rotate": "values", "clip": False}

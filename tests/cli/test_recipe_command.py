@@ -14,6 +14,7 @@ from tests.helpers.shards import tree
 CHOICES = [
     ("--sparsity", 0.25, "--sink", 4, "--recent", 300),
     ("--full-heads", 2, "--kv-bits", 4, "--kv-residual", 0, "--kv-streaming", "--recent", 600),
+    ("--full-heads", 2, "--kv-bits", "k8v4"),
     ("--rest", "budgeted", "--budget", 9, "--window", 4, "--pool", "avg"),
     ("--tp", 3, "--tp-uneven"),
     ("--fit", "1MB", "--context", 999),

@@ -136,6 +136,13 @@ PACKED = [
     Packed(Quantization(3, group_size=32), 1, [FULL], 4, 256, [450], 3, window=(3, 300)),
     Packed(Quantization(4, "per-token", 16), 1, [], 3, 128, [450, 0], 4),
     Packed(Quantization(4), 2, [(4, 16, 16)], 1, 16, [0, 400, 130, 300, 5] * 9, 13),
+    Packed(Quantization("k3v2"), 2, [FULL], 4, 128, [700, 300], 5),
+    Packed(Quantization("k8v3", residual=0), 1, [(4, 60, 60)], 7, 80, [600, 129], 7, window=(3, 300)),
+    Packed(Quantization("k2v8", group_size=16, residual=0), 1, [], 4, 64, [450], 4, softcap=20.0),
+    Packed(Quantization("k4v3", group_size=32), 1, [FULL], 7, 128, [600], 7, window=(3, 300)),  # two sides
+    Packed(Quantization("k2v4", "per-token", 16), 1, [], 3, 128, [450, 0], 4),
+    Packed(Quantization("k3v8", "per-token"), 1, [FULL], 2, 48, [450], 4),
+    Packed(Quantization("k8v2", "per-token", 32), 1, [], 8, 128, [450], 4),
 ]
 
 
@@ -293,6 +300,8 @@ FLUSH = [
     (Quantization(8, "per-token"), 16),
     (Quantization(3), 80),
     (Quantization(3, "per-token", 32, residual=3), 64),
+    (Quantization("k3v2"), 80),
+    (Quantization("k2v8", "per-token", 16, residual=3), 48),
 ]
 
 
@@ -352,6 +361,7 @@ COMPACT = [
     Compact((260,), 261, 16, [0], Quantization(8, "per-token"), new=0),
     Compact((400, 2), 500, 64, [0, 260], Quantization(4, residual=0, sink=0)),
     Compact((300,), 400, 48, [0], Quantization(3, residual=0)),
+    Compact((300, 2), 400, 80, [0, 260], Quantization("k3v2", residual=0)),
 ]
 
 
@@ -430,6 +440,14 @@ RENEW = [
         *((260,), 420, 1, 16, [7, 288], Selection(8, 7, "max", 130)),  # the last row drops nothing: it fills a tile
         quantization=Quantization(8, "per-token", residual=0),
     ),
+    Renew(
+        *((300, 5), 430, 4, 80, [0, 400], Selection(16, 3, "max", 40, VALUE_NORM)),
+        quantization=Quantization("k3v2", "per-token", 16, residual=3),
+    ),
+    Renew(
+        *((300,), 430, 1, 48, [0], Selection(16, 3, "max", 40)),
+        quantization=Quantization("k2v8", "per-token", residual=3),
+    ),
 ]
 
 
@@ -496,7 +514,8 @@ def _sources(group: HeadGroup, row: int, tokens: int, before: torch.Tensor, pack
     equal = (now[:, None] == before).all(-1)
     if isinstance(group, QuantizedGroup):
         how = group.quantization
-        encoded = [token_states(*encoded_tokens(part, how), how.bits) for part in before.chunk(2, 1)]
+        parts = zip(before.chunk(2, 1), how.widths, strict=True)
+        encoded = [token_states(*encoded_tokens(part, bits, how), bits) for part, bits in parts]
         after, source = (torch.arange(len(part), device=now.device) - group.sink for part in (now, before))
         taken = ((after >= 0) & (after < group.packed[row]))[:, None] & (source >= packed)
         equal = ((now[:, None] == torch.cat(encoded, 1)).all(-1)).where(taken, equal)

@@ -65,7 +65,7 @@ def _visible(table: HeadTable, row: int, head: int, length: int, dtype: torch.dt
         key_codes, key_scales, value_codes, value_scales = table.tiles.map(lambda part: part[row, own])
         tiles = Tiles(key_codes, key_scales.to(dtype), value_codes, value_scales.to(dtype))
         tokens = position[visible & in_tiles] - sink
-        parts = zip(dequantize(tiles, table.quantization.bits), states, strict=True)
+        parts = zip(dequantize(tiles, table.quantization.widths), states, strict=True)
         states = [torch.cat([old.flatten(0, 1)[tokens], rest]) for old, rest in parts]
     return states
 

@@ -39,14 +39,14 @@ class SlowCache(DynamicCache):
                 size = self.quantization.group_size or (TILE if per_channel else tile.shape[3])
                 for part in tile.split(size, 2 if per_channel else 3):
                     dim = 2 if per_channel else 3
-                    part.copy_(self.coded(part, dim))
+                    part.copy_(self.coded(part, dim, self.quantization.widths[which]))
                 stored.copy_(rotated(tile, tile.shape[1], back=True) if rotate else tile)
             done = self.packed[layer] = done + TILE
 
-    def coded(self, states, dim):
+    def coded(self, states, dim, bits):
         """What the codes of some groups stand for."""
         low, high = states.amin(dim, keepdim=True), states.amax(dim, keepdim=True)
-        most, found = 2**self.quantization.bits - 1, []
+        most, found = 2**bits - 1, []
         for factor in (1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7) if self.quantization.clip else (1,):
             start, step = (low + high - (high - low) * factor) / 2, ((high - low) * factor / most).clamp(min=1e-30)
             found.append(start + ((states - start) / step).round().clamp(0, most) * step)

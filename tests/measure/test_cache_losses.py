@@ -171,7 +171,7 @@ class TestLosses:
     def test_every_head_with_full_attention_has_a_loss(self, measured) -> None:
         found, steps = measured
         assert {name: losses.shape for name, losses in found.heads.items()} == dict.fromkeys(
-            ["8", "4", "3", "2", "streaming"], (4, 4)
+            ["8", "4", "3", "k3v2", "2", "streaming"], (4, 4)
         )
         for losses in found.heads.values():
             assert (losses[[1, 3]] > 0).all()
@@ -182,7 +182,7 @@ class TestLosses:
 
     def test_losses_of_a_width_are_of_its_best_setting(self, measured) -> None:
         found, _ = measured
-        assert [len(found.settings[bits]) for bits in (8, 4, 3, 2)] == [1, 4, 4, 4]
+        assert [len(settings) for settings in found.settings.values()] == [1, 4, 4, 4, 4]
         for bits, some in found.settings.items():
             assert found.best(bits).loss == min(setting.loss for setting in some)
             assert found.expected(str(bits)).sum() == pytest.approx(found.best(bits).loss)
@@ -192,7 +192,7 @@ class TestLosses:
         names = [one.name for one in found.combinations]
         assert "8 heads streaming" in names
         assert "4 heads streaming, the others in 2 bits" in names
-        assert [one.streaming for one in found.combinations] == [2, 4, 0, 0, 0, 6, 7, 8, 0]
+        assert [one.streaming for one in found.combinations] == [2, 4, 0, 0, 0, 0, 6, 7, 8, 0]
         assert found.expected("streaming").sum() == pytest.approx(found.combinations[-2].measured)
         for one in found.combinations:
             assert 0.3 < one.measured / one.expected < 3, one

@@ -22,6 +22,7 @@ from tests.helpers.deciding import decided
 from tests.helpers.losses import MODEL, losses
 
 LAYERS = 5
+WIDTHS, PAIRED = (8, 4, 3, 2), (8, 4, 3, "k3v2", 2)
 AUTO = Recipe.of(kv_bits="auto", kv_budget=3.0, kv_measured="losses.safetensors", sparsity=0.4)
 
 
@@ -30,7 +31,7 @@ def chosen(recipe: Recipe = AUTO, seed: int = 0, **options) -> Policy:
     model = replace(MODEL, layers=LAYERS)
     scores = np.random.default_rng(seed).random((LAYERS, model.kv_heads), dtype=np.float32)
     windows = options.pop("windows", [None] * LAYERS)
-    measured = losses(model, windows=windows, seed=seed)
+    measured = losses(model, windows=windows, seed=seed, measured=options.pop("measured", WIDTHS))
     profile = HeadProfile(scores, "duo", "kv", "made up", model)
     return decided(profile, windows, recipe, losses=measured, **options)
 
@@ -51,12 +52,15 @@ def test_no_other_choice_is_better(data) -> None:
     assert total(harms, chosen) == min(total(harms, one) for one in every if total(costs, one) <= most)
 
 
-@given(st.integers(0, 50), st.sampled_from([2, 2.5, 3.0, 3.7, 4.0, 5.5, 8.0, 12.0, 16]))
-def test_the_best_choice_of_layers(seed: int, budget: float) -> None:
+@given(
+    st.integers(0, 50), st.sampled_from([2, 2.5, 3.0, 3.7, 4.0, 5.5, 8.0, 12.0, 16]), st.sampled_from([WIDTHS, PAIRED])
+)
+def test_the_best_choice_of_layers(seed: int, budget: float, measured_widths: tuple) -> None:
     """Beside every other choice of widths, counted head by head."""
-    policy = chosen(seed=seed, kv_budget=budget)
-    measured = losses(replace(MODEL, layers=LAYERS), seed=seed)
-    harm = {bits: measured.expected(str(bits)) for bits in (8, 4, 3, 2)} | {16: np.zeros((LAYERS, 3))}
+    policy = chosen(seed=seed, kv_budget=budget, measured=measured_widths)
+    measured = losses(replace(MODEL, layers=LAYERS), seed=seed, measured=measured_widths)
+    harm = {bits: measured.expected(str(bits)) for bits in measured_widths} | {16: np.zeros((LAYERS, 3))}
+    mean_bits = {"k3v2": 2.5}
     full = {place: [*full_heads(layer)] for place, layer in enumerate(policy.layers) if layer.full}
     bits = {place: (policy.layers[place].quantization or Quantization(16, clip=False)).bits for place in full}
 
@@ -64,11 +68,13 @@ def test_the_best_choice_of_layers(seed: int, budget: float) -> None:
         heads = [
             (place, head, width) for (place, some), width in zip(full.items(), widths, strict=True) for head in some
         ]
-        return sum(harm[width][place, head] for place, head, width in heads), sum(width for *_, width in heads)
+        return sum(harm[width][place, head] for place, head, width in heads), sum(
+            mean_bits.get(width, width) for *_, width in heads
+        )
 
     loss, cost = price(bits.values())
     assert cost <= budget * policy.full
-    possible = (price(widths) for widths in product((16, 8, 4, 3, 2), repeat=len(full)))
+    possible = (price(widths) for widths in product((16, *measured_widths), repeat=len(full)))
     assert loss == pytest.approx(min(other for other, total in possible if total <= budget * policy.full), abs=1e-12)
 
 
@@ -97,6 +103,8 @@ def test_a_budget_for_one_width_gives_it() -> None:
     assert {layer.quantization for layer in chosen(kv_budget=2.0, sparsity=0.0).layers} == {
         Quantization(2, rotate="both", clip=False)
     }
+    between = {layer.quantization for layer in chosen(kv_budget=2.5, sparsity=0.0, measured=("k3v2",)).layers}
+    assert between == {Quantization("k3v2", rotate="both", clip=False)}
     everything = chosen(kv_budget=16.0)
     assert everything.quantization is None
     assert "quantization" not in layout_section(everything.layout)

@@ -74,8 +74,8 @@ def test_losses_of_streaming_heads_are_scaled_to_what_several_lose() -> None:
     ("changes", "words"),
     [
         ({"heads": {}}, "are of 8, 4, 3, 2, streaming, got"),
-        ({"settings": {}}, "are of 8, 4, 3 and 2 bits"),
-        ({"settings": {5: (WholeCacheLoss("none", False, 0.1),)}}, "are of 8, 4, 3 and 2 bits"),
+        ({"settings": {}}, "are of 8, 4, 3, k3v2 and 2 bits"),
+        ({"settings": {5: (WholeCacheLoss("none", False, 0.1),)}}, "are of 8, 4, 3, k3v2 and 2 bits"),
         ({"settings": {8: (WholeCacheLoss("keys", False, 0.1),)}}, "unknown setting"),
         ({"settings": {8: (WholeCacheLoss("none", False, float("nan")),)}}, "unknown setting"),
         ({"settings": {8: (WholeCacheLoss("none", False, "0.1"),)}}, "unknown setting"),

@@ -23,7 +23,7 @@ from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_codes import dequantize, quantize
 from kvsurgery.templates.kv_columns import Columns
-from kvsurgery.templates.kv_layout import KVLayout, Quantization
+from kvsurgery.templates.kv_layout import KVLayout, Quantization, Widths
 from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.templates.kv_storage import Storage
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
@@ -246,11 +246,11 @@ def test_full_heads_in_tiles_beside_budgets_in_the_models_dtype(tiled):
     assert largest(found[0] - found[1], found[1]) <= 1e-5
 
 
-@pytest.mark.parametrize(("bits", "dtype"), [(8, torch.float32), (2, torch.bfloat16)])
+@pytest.mark.parametrize(("bits", "dtype"), [(8, torch.float32), ("k3v2", torch.float32), (2, torch.bfloat16)])
 def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
     """After seventeen selections, tiles of the first layer hold what its tokens become when they are quantized once."""
     section = {"bits": bits, "scheme": "per-token", "residual": 5, "sink": 3, "rotate": "none"}
-    quantization = Quantization(**section, clip=bits < 4)
+    quantization = Quantization(**section, clip=bits != 8)
     layers = [{"blocks": [[4, 0]], "sink": 0, "recent": 1}] * 2
     caches = []
     for part in (
@@ -266,10 +266,10 @@ def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
                 model.to(dtype)(columns, past_key_values=caches[-1])
     budgeted, every = caches[0].layers[0].heads[-1].groups, caches[1].layers[0].heads[0].groups[0]
     states = (part[:, :, :160].unflatten(2, (-1, 32)) for part in (every.keys, every.values))
-    once = [part.flatten(2, 3)[0] for part in dequantize(quantize(*states, quantization), bits)]
+    once = [part.flatten(2, 3)[0] for part in dequantize(quantize(*states, quantization), Widths.of(bits))]
     assert [group.packed for group in budgeted] == [[0], [32], [64]]
     for head, group in enumerate(budgeted, 1):
-        found = (part.flatten(2, 3)[0, 0, : group.packed[0]] for part in dequantize(group.tiles, bits))
+        found = (part.flatten(2, 3)[0, 0, : group.packed[0]] for part in dequantize(group.tiles, Widths.of(bits)))
         same = [(mine[:, None] == each[head]).all(-1) for mine, each in zip(found, once, strict=True)]
         assert (same[0] & same[1]).any(1).all()
 
@@ -291,11 +291,12 @@ def test_generation_is_the_same_however_it_runs(held):
 
 
 @pytest.mark.parametrize(
-    ("residual", "packed", "drafts"), [(2, [0, 32, 64, 32], "looked up"), (16, [0, 0, 32, 0], "of a model")]
+    ("bits", "residual", "packed", "drafts"),
+    [(2, 2, [0, 32, 64, 32], "looked up"), ("k3v2", 16, [0, 0, 32, 0], "of a model")],
 )
-def test_assisted_decoding_of_quantized_heads_is_the_same(tiled, residual, packed, drafts):
-    """Heads in 2 bits select and fill tiles before the same columns, and rejected tokens leave no trace."""
-    tiled.config.kv_surgery["quantization"] = asdict(Quantization(2, "per-token", residual=residual, sink=1))
+def test_assisted_decoding_of_quantized_heads_is_the_same(tiled, bits, residual, packed, drafts):
+    """Heads in few bits select and fill tiles before the same columns, and rejected tokens leave no trace."""
+    tiled.config.kv_surgery["quantization"] = asdict(Quantization(bits, "per-token", residual=residual, sink=1))
     tiled.config.kv_surgery["layers"] = [{"blocks": [[0, 4]], "budgets": [*TILED, 40]}] * 2
     model = CLASSES["llama"](tiled.config).eval()
     model.load_state_dict(tiled.state_dict())

@@ -164,6 +164,8 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
         (4, "kivi", 32, torch.bfloat16, 128, 8, False),
         (2, "per-token", 32, torch.bfloat16, 128, 8, False),
         *((bits, "kivi", None, torch.bfloat16, 128, 4, True) for bits in (8, 3, 2)),
+        ("k3v2", "kivi", None, torch.bfloat16, 128, 4, False),
+        ("k2v8", "per-token", None, torch.bfloat16, 128, 4, False),
     ],
     *((bits, "kivi", None, torch.bfloat16, 64, 4, False) for bits in (8, 4, 2)),
     *((bits, "kivi", None, torch.bfloat16, 128, 4, False) for bits in (8, 2)),
@@ -195,7 +197,7 @@ def test_decode_of_tiles(
     sides = 1 + (size is not None and group == 8)  # where 16 rows are too few for all groups
     of_keys = 1 if scheme == "kivi" else sides
     scales = of_keys + sides if spread else (scheme == "kivi" or size is None) + (size is None)
-    loads = 2 + 2 * (bits == 3) + scales, 2  # of packed units, of slots
+    loads = 2 + quantization.widths.count(3) + scales, 2  # of packed units, of slots
     assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * kv_decode.STAGES
     check(compiled["_combine_kernel"], tmp_path, COMBINE_BLOCKS)
     kv_pack.flush(table, row)
@@ -249,6 +251,7 @@ def test_compact(compiled: dict, quantization, dtype: torch.dtype, head_dim: int
         (None, torch.float32, 128, 4, "attention"),
         (Quantization(4, "per-token"), torch.bfloat16, 128, 4, "attention"),
         (Quantization(3, "per-token", 64), torch.float16, 256, 8, "value-norm"),
+        (Quantization("k3v2", "per-token"), torch.bfloat16, 128, 4, "attention"),
     ],
     *((None, torch.bfloat16, 64, group, "attention") for group in (1, 7)),
     (None, torch.float16, 80, 4, "value-norm"),

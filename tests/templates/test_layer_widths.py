@@ -39,7 +39,7 @@ def differing(checkpoint, tmp_path_factory):
     """Conversions by sparsity, whose layers differ in bits; at 0.0 one of them keeps the model's dtype."""
     source, folder = checkpoint("qwen3"), tmp_path_factory.mktemp("layers")
     profile, path = random_profile(source), folder / "losses.safetensors"
-    made = losses(profile.model, str(source), seed=1)
+    made = losses(profile.model, str(source), seed=1, measured=(8, "k3v2", 2))
     uneven = np.float32([[1], [30], [900], [27000]])
     replace(made, heads={name: harm * uneven for name, harm in made.heads.items()}).save(path)
     options = {"kv_bits": "auto", "kv_measured": str(path), "kv_residual": RESIDUAL}
@@ -47,17 +47,17 @@ def differing(checkpoint, tmp_path_factory):
         sparsity: convert_folder(
             source, folder / f"{sparsity}", profile, sparsity=sparsity, kv_budget=budget, **options
         )
-        for sparsity, budget in ((0.0, 7.5), (0.5, 3.5))
+        for sparsity, budget in ((0.0, 9.0), (0.5, 3.5))
     }
 
 
-def bits(converted: Converted) -> list[int | None]:
+def bits(converted: Converted) -> list[int | str | None]:
     return [layer.quantization and layer.quantization.bits for layer in converted.policy.layers]
 
 
 def test_generate_equals_a_reference_with_the_bits_of_each_layer(differing) -> None:
     converted = differing[0.0]
-    assert len(set(bits(converted))) > 2
+    assert {8, "k3v2", None} <= {*bits(converted)}
     ids, new = tokens(2, PROMPT), 150
     found = converted.model.generate(
         ids, **GREEDY, max_new_tokens=new, return_dict_in_generate=True, output_logits=True
@@ -91,7 +91,8 @@ def test_allocated_bytes_are_the_predicted_ones(differing, sparsity, batch, prom
     for layer, width in zip(layout.layers, bits(converted), strict=True):
         tail = total if width is None else min(total, 4 + RESIDUAL + TILE)
         tiles = 0 if width is None else max(0, total - 5 - RESIDUAL) // TILE
-        tile = 2 * (TILE * 16 * (width or 0) // 8) + (2 * 16 + 2 * TILE) * 4
+        pair_bits = 5 if width == "k3v2" else 2 * (width or 0)
+        tile = TILE * 16 * pair_bits // 8 + (2 * 16 + 2 * TILE) * 4
         expected += layer.full * (tail * 2 * 16 * 4 + tiles * tile) + layer.streaming * 8 * 2 * 16 * 4
     assert cache.allocated_bytes() == batch * expected
 
@@ -110,7 +111,7 @@ def test_a_saved_checkpoint_keeps_the_bits(differing, tmp_path) -> None:
 def test_bits_for_one_call_are_those_of_every_layer(differing) -> None:
     model, stored = differing[0.5].model, {width for width in bits(differing[0.5]) if width}
     requested = module_of(model, "kv_kinds").quantized_code().requested_quantization
-    for width in (8, 4, 3, 2):
+    for width in (8, 4, 3, "k3v2", "k2v4", 2):
         steps = {"rotate": "both", "clip": False} if width in stored else {}
         expected = Quantization(width, residual=RESIDUAL, **steps)
         assert vars(requested({"nbits": width}, model.config)) == vars(expected)
@@ -121,14 +122,21 @@ def test_bits_for_one_call_are_those_of_every_layer(differing) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"bits": [4]}, {"bits": []}, {"bits": [4, 3, 5, 2]}, {"bits": [4, 3, None, "2"]}, {"rotate": ["keys"] * 4}],
+    [
+        {"bits": [4]},
+        {"bits": []},
+        {"bits": [4, 3, 5, 2]},
+        {"bits": [4, 3, None, "2"]},
+        {"bits": ["k3v2", 3, 4, "v3"]},
+        {"rotate": ["keys"] * 4},
+    ],
     ids=str,
 )
 def test_lists_that_do_not_fit_the_layers_are_refused(differing, change) -> None:
     config = copy.deepcopy(differing[0.5].model.config.to_dict())
-    config["kv_surgery"]["quantization"] |= {"bits": [4, 3, None, 2]}
+    config["kv_surgery"]["quantization"] |= {"bits": [4, "k3v2", None, 2]}
     found = KVLayout.from_config(config)
-    assert [layer.quantization and layer.quantization.bits for layer in found.layers] == [4, 3, None, 2]
+    assert [layer.quantization and layer.quantization.bits for layer in found.layers] == [4, "k3v2", None, 2]
     config["kv_surgery"]["quantization"] |= change
     with pytest.raises(ValueError, match="malformed"):
         KVLayout.from_config(config)

@@ -72,6 +72,9 @@ def in_parts(model, parts, cache=None, **options):
         (Quantization(8, residual=7), "llama-tied-mha"),
         (Quantization(3, residual=5), "qwen3"),
         (Quantization(4, residual=2, rotate="both", sink=0), "qwen3"),
+        (Quantization("k3v2", residual=5), "qwen3"),
+        (Quantization("k2v8", "per-token", 8, residual=1), "gemma3"),
+        (Quantization("k8v3", residual=4, rotate="both"), "qwen3"),
     ],
     ids=str,
 )
@@ -132,7 +135,10 @@ def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantized):
 
 @pytest.mark.parametrize(
     ("bits", "batch", "prompt", "new"),
-    [(8, 1, PROMPT, 20), (8, 3, 10, 130), (4, 2, 133, 1), (3, 1, PROMPT, 20), (3, 2, 133, 1), (2, 1, PROMPT, 20)],
+    [
+        *((8, 1, PROMPT, 20), (8, 3, 10, 130), (4, 2, 133, 1), (3, 1, PROMPT, 20), (3, 2, 133, 1), (2, 1, PROMPT, 20)),
+        *(("k3v2", 2, PROMPT, 20), ("k2v8", 1, 133, 1)),
+    ],
 )
 def test_allocated_bytes_are_the_predicted_ones(quantized, bits, batch, prompt, new):
     converted = quantized("qwen3", Quantization(bits, residual=4))
@@ -148,7 +154,7 @@ def test_allocated_bytes_are_the_predicted_ones(quantized, bits, batch, prompt, 
     assert sum(storage.values()) == cache.allocated_bytes()
     # by hand: half of 16 heads full, 16 channels, 4 bytes a scale
     full, tail = prompt + new, min(prompt + new, 4 + 4 + TILE)
-    tile = 2 * (TILE * 16 * bits // 8) + (2 * 16 + 2 * TILE) * 4
+    tile = TILE * 16 * sum(kv_layout.Widths.of(bits)) // 8 + (2 * 16 + 2 * TILE) * 4
     streaming = min(full, 3 + 5)
     assert cache.allocated_bytes() == batch * 8 * ((tail + streaming) * 2 * 16 * 4 + max(0, full - 9) // TILE * tile)
 
@@ -247,6 +253,7 @@ class TestAsTransformersAsksForIt:
         [
             ({}, Quantization(4)),
             ({"nbits": 3}, Quantization(3)),
+            ({"nbits": "k3v2"}, Quantization("k3v2")),
             ({"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0}, Quantization(2, "per-token")),
             ({"backend": "HQQ", "axis_key": 1, "axis_value": 1, "q_group_size": 8}, Quantization(4, "per-token", 8)),
             ({"backend": "quanto", "axis_key": -1, "residual_length": 64}, Quantization(4, residual=64)),
@@ -262,6 +269,7 @@ class TestAsTransformersAsksForIt:
         ("asked", "says"),
         [
             ({"nbits": 5}, "8, 4, 3 or 2 bits"),
+            ({"nbits": "v2k3"}, "such as k3v2; got 'v2k3'"),
             ({"q_group_size": 12}, "does not divide head_dim 16"),
             ({"compute_dtype": "float16"}, "compute_dtype"),
             ({"backend": "gguf"}, "quanto and hqq"),
@@ -279,6 +287,9 @@ class TestAsTransformersAsksForIt:
     "change",
     [
         {"bits": 5},
+        {"bits": "k5v2"},
+        {"bits": "k3"},
+        {"bits": "4"},
         {"bits": 4.0},
         {"scheme": "nuq"},
         {"group_size": 7},

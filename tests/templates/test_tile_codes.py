@@ -13,13 +13,16 @@ from kvsurgery.templates.kv_codes import (
     rotation,
     weighted_values,
 )
-from kvsurgery.templates.kv_layout import TILE, Quantization
+from kvsurgery.templates.kv_layout import TILE, Quantization, Widths
 from kvsurgery.templates.kv_tiles import QuantizedGroup
 from tests.helpers.families import largest
 
+# bits of keys and of values
+WIDTHS = st.builds(Widths, *[st.sampled_from([8, 4, 3, 2])] * 2)
+
 
 @given(
-    bits=st.sampled_from([8, 4, 3, 2]),
+    widths=WIDTHS,
     scheme=st.sampled_from(["kivi", "per-token"]),
     group_size=st.sampled_from([None, 16, 32]),
     head_dim=st.sampled_from([32, 64, 96]),
@@ -27,8 +30,8 @@ from tests.helpers.families import largest
     seed=st.integers(0, 100),
 )
 @settings(max_examples=60)
-def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype, seed):
-    quantization = Quantization(bits, scheme, group_size, clip=False)
+def test_codes_are_within_half_a_step(widths, scheme, group_size, head_dim, dtype, seed):
+    quantization = Quantization(widths.bits, scheme, group_size, clip=False)
     generator = torch.Generator().manual_seed(seed)
     spread = torch.rand(head_dim, generator=generator) * 5
     states = (torch.randn(2, 2, 3, TILE, head_dim, generator=generator) * spread).to(dtype)
@@ -36,7 +39,8 @@ def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype,
     assert [part.shape for part in tiles] == [part.shape for part in empty_tiles(states[0], 3, quantization)]
     assert tiles.nbytes == 2 * 3 * quantization.tile_bytes(head_dim, dtype.itemsize)
     rounding = 4 * torch.finfo(dtype).eps
-    for exact, found, per_channel in zip(states, dequantize(tiles, bits), (scheme == "kivi", False), strict=True):
+    by_channel = scheme == "kivi", False
+    for exact, found, bits, per_channel in zip(states, dequantize(tiles, widths), widths, by_channel, strict=True):
         dim = -2 if per_channel else -1
         size = group_size or exact.shape[dim]
         grouped = exact.double().unflatten(dim, (-1, size))
@@ -48,7 +52,7 @@ def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype,
 
 
 @given(
-    bits=st.sampled_from([8, 4, 3, 2]),
+    widths=WIDTHS,
     scheme=st.sampled_from(["kivi", "per-token"]),
     group_size=st.sampled_from([None, 16, 32]),
     head_dim=st.sampled_from([32, 64, 96]),
@@ -58,18 +62,18 @@ def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype,
 )
 @settings(max_examples=60)
 def test_products_with_codes_are_those_with_what_they_stand_for(
-    bits, scheme, group_size, head_dim, shape, at_once, seed
+    widths, scheme, group_size, head_dim, shape, at_once, seed
 ):
     batch, heads, queries, count = shape
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(2, batch, heads, count, TILE, head_dim, generator=generator, dtype=torch.float64)
     asked = torch.randn(batch, heads, queries, head_dim, generator=generator, dtype=torch.float64)
     weights = torch.rand(batch, heads, queries, count * TILE, generator=generator, dtype=torch.float64)
-    tiles = quantize(*states, Quantization(bits, scheme, group_size))
-    keys, values = (part.flatten(2, 3) for part in dequantize(tiles, bits))
+    tiles = quantize(*states, Quantization(widths.bits, scheme, group_size))
+    keys, values = (part.flatten(2, 3) for part in dequantize(tiles, widths))
     room = asked.new_full((batch * heads * at_once * TILE * head_dim,), float("nan"))
-    torch.testing.assert_close(key_products(asked, tiles, bits, room), asked @ keys.mT)
-    torch.testing.assert_close(weighted_values(weights, tiles, bits, room), weights @ values)
+    torch.testing.assert_close(key_products(asked, tiles, widths.keys, room), asked @ keys.mT)
+    torch.testing.assert_close(weighted_values(weights, tiles, widths.values, room), weights @ values)
 
 
 @given(
@@ -100,24 +104,24 @@ def test_a_row_sees_each_of_its_tokens_once(seen, pads, sink, residual, margin):
 
 
 @given(
-    bits=st.sampled_from([8, 4, 3, 2]),
+    widths=WIDTHS,
     scheme=st.sampled_from(["kivi", "per-token"]),
     head_dim=st.integers(1, 20).map(lambda eighth: 8 * eighth),
     seed=st.integers(0, 100),
 )
 @settings(max_examples=30)
-def test_clipping_never_adds_to_the_squared_error_of_a_group(bits, scheme, head_dim, seed):
+def test_clipping_never_adds_to_the_squared_error_of_a_group(widths, scheme, head_dim, seed):
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(2, 2, TILE, head_dim, generator=generator).pow(3)
     errors = []
     for clip in (False, True):
-        found = dequantize(quantize(*states, Quantization(bits, scheme, clip=clip)), bits)
+        found = dequantize(quantize(*states, Quantization(widths.bits, scheme, clip=clip)), widths)
         sums = (1 if scheme == "kivi" else 2, 2)
         triples = zip(found, states, sums, strict=True)
         errors.append([(new - old).square().sum(dim) for new, old, dim in triples])
     for whole, clipped in zip(*errors, strict=True):
         assert (clipped <= whole * (1 + 1e-3) + 1e-9).all()
-    if bits == 2 and head_dim >= 16:
+    if widths == (2, 2) and head_dim >= 16:
         assert sum(part.sum() for part in errors[1]) < 0.95 * sum(part.sum() for part in errors[0])
 
 
@@ -140,22 +144,26 @@ def test_the_rotation_of_a_power_of_two_is_a_hadamard_matrix():
 
 
 @given(
-    bits=st.sampled_from([8, 4, 3, 2]),
+    widths=WIDTHS,
     head_dim=st.integers(1, 16).map(lambda sixteenth: 16 * sixteenth),
     scheme=st.sampled_from(["kivi", "per-token"]),
     seed=st.integers(0, 100),
 )
 @settings(max_examples=30)
-def test_integers_in_the_range_of_codes_come_back(bits, head_dim, scheme, seed):
-    states = torch.randint(2**bits, (2, 1, 3, TILE, head_dim), generator=torch.Generator().manual_seed(seed)).float()
-    states[..., 0, :], states[..., 1, :], states[..., 0], states[..., 1] = 0, 2**bits - 1, 0, 2**bits - 1
-    tiles = quantize(*states, Quantization(bits, scheme))
-    assert tiles.key_codes.shape[-1] == head_dim * bits // 8
-    for exact, found in zip(states, dequantize(tiles, bits), strict=True):
+def test_integers_in_the_range_of_codes_come_back(widths, head_dim, scheme, seed):
+    generator, states = torch.Generator().manual_seed(seed), []
+    for bits in widths:
+        states.append(torch.randint(2**bits, (1, 3, TILE, head_dim), generator=generator).float())
+        states[-1][..., 0, :], states[-1][..., 1, :] = 0, 2**bits - 1
+        states[-1][..., 0], states[-1][..., 1] = 0, 2**bits - 1
+    tiles = quantize(*states, Quantization(widths.bits, scheme))
+    code_bytes = [part.shape[-1] for part in (tiles.key_codes, tiles.value_codes)]
+    assert code_bytes == [head_dim * bits // 8 for bits in widths]
+    for exact, found in zip(states, dequantize(tiles, widths), strict=True):
         torch.testing.assert_close(found, exact, rtol=0, atol=1e-4)
 
 
 def test_bytes_of_a_tile():
     """Against 64 KiB in 16 bit, at 128 channels."""
-    ratios = [64 * 1024 / Quantization(bits).tile_bytes(128) for bits in (8, 4, 3, 2)]
-    assert [round(ratio, 2) for ratio in ratios] == [1.94, 3.76, 4.92, 7.11]
+    ratios = [64 * 1024 / Quantization(bits).tile_bytes(128) for bits in (8, 4, 3, "k3v2", 2)]
+    assert [round(ratio, 2) for ratio in ratios] == [1.94, 3.76, 4.92, 5.82, 7.11]

@@ -244,6 +244,7 @@ QUANTIZATIONS = {
     "4 bits": [Quantization(4)],
     "per token": [Quantization(4, "per-token", residual=0, sink=0)],
     "3 bits": [Quantization(3, group_size=32)],
+    "3 bits for keys and 2 for values": [Quantization("k3v2")],
     "2 bits": [Quantization(2)],
     "2 bits, small groups": [Quantization(2, group_size=16)],
     "8 bits": [Quantization(8)],
