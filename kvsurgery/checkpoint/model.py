@@ -227,8 +227,19 @@ def missing_beside(module: Module, config: Mapping[str, Any], names: Collection[
     yield from (prefix + name for name in required if not matches(name, unset) and prefix + name not in names)
 
 
-def _unsupported(config: Mapping[str, Any]) -> str:
-    """The reason why a family has no patch, as text that follows its name; `config` is that of the text model."""
+def unsupported_heads(config: Mapping[str, Any]) -> str | None:
+    """Why no patch can describe the heads of a text model with this config, as text that follows its name."""
     if config.get("kv_lora_rank"):
         return "caches one latent for all heads (MLA), so no KV head can keep less than another"
-    return f"is not supported; supported: {', '.join(supported())}"
+    if config.get("v_head_dim") not in (None, config.get("head_dim")):
+        return "has values of another size than keys (v_head_dim), and the emitted cache holds both in one size"
+    counts = config.get("num_attention_heads_per_layer")
+    in_some_layers = config.get("num_sliding_attention_heads") or config.get("attention_other_setting")
+    if in_some_layers or (isinstance(counts, list) and counts != counts[:1] * len(counts)):
+        return "has another number of query heads in some layers, which a patch cannot say yet"
+    return None
+
+
+def _unsupported(config: Mapping[str, Any]) -> str:
+    """The reason why a family has no patch, as text that follows its name; `config` is that of the text model."""
+    return unsupported_heads(config) or f"is not supported; supported: {', '.join(supported())}"

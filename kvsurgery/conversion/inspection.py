@@ -12,7 +12,7 @@ from typing import Any
 
 from kvsurgery.checkpoint.dtype import loading_dtype
 from kvsurgery.checkpoint.family import supported
-from kvsurgery.checkpoint.model import Model
+from kvsurgery.checkpoint.model import Model, unsupported_heads
 from kvsurgery.checkpoint.model_code import check_stock, lacks_code, saved_again
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
@@ -219,8 +219,8 @@ def _problem(checkpoint: Checkpoint) -> str | None:
 
 
 def _could_get_patch(config: Mapping[str, Any]) -> bool:
-    """Whether a family has no patch but could get one: with a latent for all heads (MLA) there are none to convert."""
-    return config.get("model_type") not in supported() and not text_config(config).get("kv_lora_rank")
+    """Whether a family has no patch but could get one, as a patch can describe its heads."""
+    return config.get("model_type") not in supported() and not unsupported_heads(text_config(config))
 
 
 def _stock_model(config: Mapping[str, Any]) -> Model | None:

@@ -53,6 +53,7 @@ ARCHITECTURES = (
 )
 # the converter's other architectures, which are served with the original's cache and a warning
 DENSE = (
+    "AfmoeForCausalLM",
     "Cohere2MoeForCausalLM",
     "Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM",

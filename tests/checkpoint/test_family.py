@@ -5,6 +5,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from kvsurgery.checkpoint.family import load_family, supported
 from kvsurgery.checkpoint.model import Model
@@ -235,6 +236,24 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
 def test_what_is_not_supported(config: dict[str, object], word: str) -> None:
     with pytest.raises(UnsupportedModel, match=word):
         Model.of(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("deepseek_v3", {}, "one latent for all heads"),
+        ("mimo_v2_flash", {}, "has values of another size than keys"),
+        ("laguna", {"num_hidden_layers": 2, "num_attention_heads_per_layer": [48, 64]}, "query heads in some layers"),
+        ("step3p7", {"text_config": {"num_sliding_attention_heads": 96}}, "query heads in some layers"),
+    ],
+)
+def test_heads_that_no_patch_can_describe(model_type: str, settings: dict[str, object], reason: str) -> None:
+    if model_type not in CONFIG_MAPPING_NAMES:
+        pytest.skip("this version of transformers does not have the family")
+    config = AutoConfig.for_model(model_type, **settings).to_dict()
+    with pytest.raises(UnsupportedModel, match=reason) as raised:
+        Model.of(config)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("types", [["sparse"], ["sparse", "moe"], 2], ids=str)

@@ -141,9 +141,11 @@ def test_without_provenance_it_says_that_there_is_no_way_back(mixed, tmp_path):
         ({"model_type": "bert"}, "bert"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "one latent for all heads (MLA)"),
+        ({"model_type": "mimo_v2_flash", "v_head_dim": 4}, "values of another size than keys"),
+        ({"model_type": "laguna", "num_attention_heads_per_layer": [8, 4]}, "number of query heads in some layers"),
         ({"num_hidden_layers": 3}, "beyond the 3 layers"),
     ],
-    ids=["family", "quantized", "latent", "layers"],
+    ids=["family", "quantized", "latent", "values", "query heads", "layers"],
 )
 def test_what_cannot_be_converted_is_no_error_but_says_why(broken, keys, reason):
     folder = broken(**keys)

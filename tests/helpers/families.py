@@ -140,6 +140,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "prefix_dense_intermediate_size": 56,
         "tie_word_embeddings": True,
     },
+    "afmoe": {
+        "model_type": "afmoe",
+        "head_dim": 16,
+        "attention_bias": True,
+        "sliding_window": 9,
+        "layer_types": INTERLEAVED,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "mup_enabled": True,
+        **MOE,
+    },
     "hy_v3": {"model_type": "hy_v3", "head_dim": 16, "attention_bias": True, "num_experts": 4, **MOE},
     "qwen3_next": {
         "model_type": "qwen3_next",

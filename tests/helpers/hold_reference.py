@@ -184,7 +184,7 @@ def budgets(layer: LayerLayout) -> dict[int, int]:
     return {head: kind for head, kind in enumerate(head_list(layer)) if isinstance(kind, int)}
 
 
-def attention(module, query, key, value, mask, scaling=None, softcap=None, s_aux=None, **kwargs):
+def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
     """The attention function of the stock model, for one token of one row."""
     states = query[0, :, 0], key[0, :, -1], value[0, :, -1]  # a cache hands over earlier tokens too
     output = module.hold_reference.attend(module, *states, scaling, softcap, s_aux)
