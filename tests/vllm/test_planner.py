@@ -277,14 +277,7 @@ def test_the_planned_groups_of_tiles_are_those_of_vllm(seed: int) -> None:
     layout = model(layers, heads, draw.choice((0.05, 0.25, 0.5, 0.75, 0.95, 1)), seed=seed)
     if draw.random() < 0.5:
         layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(1, heads + 1)))
-    widths = draw.choice(((4,), (8, 2), (4, 3)))
-    layout = replace(
-        layout,
-        layers=tuple(
-            replace(layer, quantization=Quantization(widths[index % len(widths)]))
-            for index, layer in enumerate(layout.layers)
-        ),
-    )
+    layout = layout.quantized(Quantization(draw.choice((4, 3, 2))))
     plan, groups = plan_of(layout, quantized=True), Groups(layout, SIZE, quantized=True)
     assert groups.block_bytes == plan.kv_cache_tensors[0].size // plan.num_blocks
     kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
