@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from benchmarks.caches import converted
+from benchmarks.caches import all_full
 from benchmarks.provenance import record_versions
 from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
@@ -143,8 +142,7 @@ def main() -> None:
         for name, quantization in settings().items()
         if quantization is None or arguments.only in name
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        model = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
+    model = all_full(arguments.model)
     for text in arguments.texts:
         for start, tokens in windows(text, tokenizer, length, arguments.windows).items():
             window = report["windows"].setdefault(f"{text.name} {start}", {})

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
 from benchmarks.filling import append
-from kvsurgery.api import convert
+from benchmarks.real_model.models import converted
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.profile.head_profile import HeadProfile
@@ -84,14 +84,13 @@ def contenders(
     return contenders_by_name
 
 
-def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model after conversion with every head full."""
+def all_full(source: Path) -> PreTrainedModel:
+    """The model after conversion with every head full, in float32."""
     config = read_config(source)
     model = Model.of(config).dimensions
     scores = np.ones((model.layers, model.kv_heads), dtype=np.float32)
     profile = HeadProfile(scores, "ablation", "kv", str(source), model)
-    convert(source, folder, profile, Recipe.of(sparsity=0.0, quantized=True))
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
+    return converted(source, profile, Recipe.of(sparsity=0.0, quantized=True))
 
 
 @torch.inference_mode()

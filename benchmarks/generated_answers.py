@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks import comparison
-from benchmarks.caches import ORIGINAL, contenders, converted, filled
+from benchmarks.caches import ORIGINAL, all_full, contenders, filled
 from benchmarks.peers.held import held_bytes
 from benchmarks.provenance import record_versions
 from kvsurgery.bench.caches import unusable
@@ -131,8 +130,7 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
     stock_model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    with tempfile.TemporaryDirectory() as scratch:
-        emitted_model = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
+    emitted_model = all_full(arguments.model)
     end = tokenizer.eos_token_id
     with torch.inference_mode():
         output = stock_model(prompts(tokenizer, arguments.texts, arguments.prompt, arguments.pieces), logits_to_keep=1)

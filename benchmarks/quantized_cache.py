@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from benchmarks import comparison
-from benchmarks.caches import ORIGINAL, contenders, converted, filled
+from benchmarks.caches import ORIGINAL, all_full, contenders, filled
 from benchmarks.peers.held import held_bytes
 from benchmarks.provenance import record_versions
 from kvsurgery.bench.caches import unusable
@@ -110,8 +109,7 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     length = arguments.prompt + arguments.new + 1
     tokens = pieces(arguments.model, arguments.texts, length, arguments.pieces)
     stock_model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    with tempfile.TemporaryDirectory() as scratch:
-        emitted_model = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
+    emitted_model = all_full(arguments.model)
     prompts: list[States] = []
     for piece in tokens:
         with torch.inference_mode():

@@ -17,18 +17,18 @@ from kvsurgery.templates.kv_softmax import LOWEST, Scoring, merge
 from kvsurgery.vllm.cpu import GatheringBackend, Places, rows_of
 from kvsurgery.vllm.tiles import TiledPiece, TiledPlan, plan
 
-SCORES = 1 << 23  # of queries and tokens in tiles at a time
-ROOM = 1 << 19  # states that codes of tiles become at a time
+SCORES = 1 << 23  # scores of queries over tiles that are computed at a time
+ROOM = 1 << 19  # elements that codes are decoded to at a time
 PAGES = 1 << 24  # bytes of pages that are gathered at a time
 
 
 def to_page(tiles: Tiles) -> torch.Tensor:
-    """The bytes of packed tiles [tiles, heads, ...], part after part: [tiles, heads, bytes]."""
+    """Concatenate the parts of packed tiles [tiles, heads, ...] as bytes: [tiles, heads, bytes]."""
     return torch.cat([part.contiguous().view(torch.uint8).flatten(2) for part in tiles], 2)
 
 
 def from_page(page: torch.Tensor, head_dim: int, dtype: torch.dtype, quantization: Quantization) -> Tiles:
-    """The tiles of pages [..., bytes], as views."""
+    """Read the tiles of pages [..., bytes] as views."""
     parts, begin = [], 0
     all_groups = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
     for groups, width in zip(all_groups, quantization.code_bytes(head_dim), strict=True):
@@ -41,12 +41,13 @@ def from_page(page: torch.Tensor, head_dim: int, dtype: torch.dtype, quantizatio
 
 @dataclass
 class NewestStep:
-    """A batch for a cache group of newest tokens.
+    """A step in a cache group of newest tokens.
 
     Attributes:
-        tokens: how many are new.
-        slots, due: of these, and of the tokens of tiles that are due.
-        pieces: slots of each piece's keys.
+        tokens: number of new tokens.
+        slots: slots of the new tokens.
+        due: slots of the tokens that the step packs into tiles.
+        pieces: slots of the keys of each piece.
     """
 
     tokens: int
@@ -57,7 +58,13 @@ class NewestStep:
 
 @dataclass
 class CodesStep:
-    """A batch for a cache group of tiles: its plan, and the pages of the tiles that are due, and of each piece's."""
+    """A step in a cache group of tiles.
+
+    Attributes:
+        plan: the plan of the step.
+        due: pages of the tiles that the step packs.
+        pieces: pages of the tiles that each piece reads.
+    """
 
     plan: TiledPlan
     due: torch.Tensor
@@ -65,7 +72,7 @@ class CodesStep:
 
 
 class TiledBuilder(AttentionMetadataBuilder[Any]):
-    """Finds the blocks of a step, once for the layers of a cache group with as many heads."""
+    """Finds the blocks of a step, once for all layers of a cache group that have the same number of heads."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -74,15 +81,15 @@ class TiledBuilder(AttentionMetadataBuilder[Any]):
         self.heads = torch.arange(layer.num_kv_heads)[:, None] * self.size
 
     def plan_of(self, metadata: Any) -> TiledPlan:
-        """What the requests of a batch do."""
+        """The plan of the batch of a step."""
         return plan(tuple(metadata.query_start_loc.tolist()), tuple(metadata.seq_lens.tolist()), self.tiling)
 
 
 class NewestBuilder(TiledBuilder):
-    """Finds the newest tokens, in the model's dtype."""
+    """Finds the slots of the newest tokens, which are stored in the model's dtype."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> NewestStep:
-        """The plan of a batch, in slots of this cache group."""
+        """Translate the plan of a batch to slots of this cache group."""
         steps = self.plan_of(common_attn_metadata)
         table = common_attn_metadata.block_table_tensor.long()
 
@@ -100,10 +107,10 @@ class NewestBuilder(TiledBuilder):
 
 
 class CodesBuilder(TiledBuilder):
-    """Finds the pages of tiles."""
+    """Finds the pages of the tiles."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CodesStep:
-        """The plan of a batch, in pages of this cache group."""
+        """Translate the plan of a batch to pages of this cache group."""
         steps = self.plan_of(common_attn_metadata)
         table = common_attn_metadata.block_table_tensor.long()
         late = self.tiling.late
@@ -112,9 +119,9 @@ class CodesBuilder(TiledBuilder):
 
 
 class CodesImpl(CPUAttentionBackendImpl):
-    """Stores new tokens as they are, packs the tiles that are due, and only then attends.
+    """Stores new tokens, packs the due tiles of all requests, and then attends.
 
-    A request may begin with blocks that another one fills in the same step.
+    The order matters: a request may share a prefix whose blocks another request fills in the same step.
     """
 
     def forward(
@@ -129,10 +136,13 @@ class CodesImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store new tokens in the caches of a layer, and write their attention to an output.
+        """Store new tokens in the caches of a layer and write their attention to `output`.
 
-        Key and value are [tokens, heads, head_dim], the cache [blocks, heads, 1, bytes], query and output
-        [tokens, query_heads, head_dim]."""
+        Args:
+            query, output: [tokens, query_heads, head_dim]
+            key, value: [tokens, heads, head_dim]
+            kv_cache: [blocks, heads, 1, bytes]
+        """
         if attn_metadata is None:  # a step without requests, to measure memory
             return output
         quantization, heads, size = layer.quantization, self.num_kv_heads, self.head_size
@@ -195,7 +205,7 @@ class CodesImpl(CPUAttentionBackendImpl):
 
 
 def _weights(scores: torch.Tensor, hidden: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of scores [requests, heads, group * new, keys] where keys are not hidden, and their log-sum-exps."""
+    """Softmax of scores [requests, heads, group * new, keys] over keys that are not hidden, and the log-sum-exps."""
     scores.view(*scores.shape[:2], -1, new, hidden.shape[4], scores.shape[3] // hidden.shape[4]).masked_fill_(
         hidden, LOWEST
     )
@@ -204,7 +214,7 @@ def _weights(scores: torch.Tensor, hidden: torch.Tensor, new: int) -> tuple[torc
 
 
 def _spans(query: torch.Tensor, tiles: int, page: int) -> Iterator[slice]:
-    """Tiles that are read together, for queries [requests, heads, n, head_dim]."""
+    """Ranges of tiles that are read together, for queries [requests, heads, n, head_dim]."""
     requests, heads, count, _ = query.shape
     step = max(1, min(SCORES // (requests * heads * count * TILE), PAGES // (requests * heads * page)))
     for begin in range(0, tiles, step):
@@ -212,14 +222,14 @@ def _spans(query: torch.Tensor, tiles: int, page: int) -> Iterator[slice]:
 
 
 class NewestBackend(GatheringBackend):
-    """Of the newest tokens' cache, which has no attention of its own."""
+    """Backend of the cache of newest tokens, which has no attention of its own."""
 
     impl = CodesImpl
     builder = NewestBuilder
 
 
 class CodesBackend(GatheringBackend):
-    """Of the tiles' cache."""
+    """Backend of the cache of tiles."""
 
     impl = CodesImpl
     builder = CodesBuilder

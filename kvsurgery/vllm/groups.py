@@ -1,4 +1,4 @@
-"""How vLLM groups the heads of a model: all groups share blocks of one size, that of the widest group."""
+"""Forecast of the cache groups that vLLM makes of a model; blocks of all groups are as large as the widest needs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
 
 @dataclass(frozen=True)
 class Bucket:
-    """Layers that vLLM may put into one cache group: the widths of their heads, and whether these see a sliding window.
+    """Layers that vLLM may put into one cache group.
 
-    The width of heads is the number of bytes of their part of a block.
+    Attributes:
+        widths: bytes of each layer's part of a block.
+        sliding: whether the layers have a sliding window.
     """
 
     widths: tuple[int, ...]
@@ -24,7 +26,7 @@ class Bucket:
 
     @property
     def counts(self) -> Counter[int]:
-        """How many layers have each width."""
+        """Number of layers of each width."""
         return Counter(self.widths)
 
     @property
@@ -34,25 +36,25 @@ class Bucket:
 
     @property
     def balanced(self) -> bool:
-        """Whether all widths have equally many layers, which vLLM takes for a repeating pattern and may split."""
+        """Whether all widths have the same number of layers: vLLM may split such a repeating pattern."""
         return len({*self.counts.values()}) == 1
 
     @property
     def mixed_pattern(self) -> bool:
-        """Whether this is a pattern of several widths, whose repeats vLLM splits other buckets to."""
+        """Whether this is a pattern of several widths; vLLM splits other buckets to its number of repeats."""
         return self.balanced and len(self.counts) > 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What vLLM's planner makes of buckets: the width of a block, and the number of cache groups of each bucket."""
+    """The result of vLLM's planner: the width of a block, and the number of cache groups of each bucket."""
 
     width: int
     groups: tuple[int, ...]
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket]) -> Plan:
-        """The plan that `get_kv_cache_groups` in vllm/v1/core/kv_cache_utils.py makes."""
+        """Plan as `get_kv_cache_groups` in vllm/v1/core/kv_cache_utils.py does."""
         if len(buckets) == 1:
             return cls(sum(buckets[0].widths), (1,))
         if len({width for bucket in buckets for width in bucket.widths}) == 1:
@@ -62,7 +64,7 @@ class Plan:
             repeats = _common_size([bucket.repeats for bucket in buckets if bucket.balanced], max(patterns))
             groups = [-(-bucket.repeats // repeats) if bucket.balanced else 1 for bucket in buckets]
         else:
-            # sliding windows are split to fit a block that others need, as if all layers were as wide as the first
+            # sliding windows are split to fit the block of the others, as if all layers were as wide as the first
             block_width = max(sum(bucket.counts if bucket.sliding else bucket.widths) for bucket in buckets)
             groups = [
                 -(-len(bucket.widths) // (block_width // bucket.widths[0])) if bucket.sliding else 1
@@ -76,25 +78,26 @@ class Plan:
 
     @classmethod
     def _of_one_width(cls, buckets: Sequence[Bucket]) -> Plan:
-        """The plan where all layers have one width: groups have equally many layers, and some are padded."""
+        """Plan layers of one width: all groups have the same number of layers, and some are padded."""
         lengths = [len(bucket.widths) for bucket in buckets]
         size = max(lengths) if max(lengths) < 1.5 * min(lengths) else min(lengths)
         return cls(size * buckets[0].widths[0], tuple(-(-length // size) for length in lengths))
 
 
 def _common_size(lengths: Sequence[int], minimum: int) -> int:
-    """The size of groups, at least `minimum`, that pads these lengths least; of several, the largest."""
+    """The group size of at least `minimum` that needs the least padding; if several do, the largest."""
     return min(range(minimum, max(lengths) + 1), key=lambda size: (sum(-length % size for length in lengths), -size))
 
 
 def _bins(widths: Sequence[int], limit: int, patterns: bool) -> list[int]:
-    """The bin of each layer's heads, none of them wider than a limit.
+    """Assign the layers' heads to bins that are no wider than a limit; returns the bin of each layer.
 
-    vLLM splits a group of windows as if all layers had as many heads as the first, and loses layers if they differ; so
-    that many have to fit too.
+    vLLM splits a group of windows as if all its layers were as wide as the first, and loses layers if they are not. So
+    a bin must also fit if all its layers were as wide as the first.
 
     Args:
-        widths: of the layers; those of width 0 get bin 0.
+        widths: width of each layer; layers of width 0 get bin 0.
+        limit: largest width of a bin.
         patterns: whether a bin may end as a pattern of several widths.
     """
     bins: list[tuple[int, ...]] = []
@@ -116,7 +119,7 @@ def _bins(widths: Sequence[int], limit: int, patterns: bool) -> list[int]:
 
 
 def _by_bin(widths: Sequence[int], bins: Sequence[int], sliding: bool) -> list[Bucket]:
-    """The layers of each bin, without those of width 0."""
+    """The layers of each bin as a bucket, without layers of width 0."""
     widths_by_bin: dict[int, list[int]] = {}
     for width, index in zip(widths, bins, strict=True):
         if width:
@@ -126,14 +129,15 @@ def _by_bin(widths: Sequence[int], bins: Sequence[int], sliding: bool) -> list[B
 
 @dataclass(frozen=True)
 class Groups:
-    """The cache groups of a model: those of all full heads, bins of streaming heads, and the model's own windows.
+    """Cache groups of a model: full heads, bins of streaming heads, and the model's own windows.
 
-    Where tiles of full heads are `quantized`, there are also bins of their newest tokens, and a group of full heads has
-    a tile a block.
+    If the tiles of full heads are `quantized`, alike in all layers, there are also bins of their newest tokens, and a
+    block of full heads is a tile.
 
     Attributes:
-        tokens: of a block that is not of tiles, where no tiles are.
+        tokens: tokens of a block, if there are no tiles.
         itemsize: bytes of an element that is not quantized.
+        quantized: whether the full heads are stored in tiles.
     """
 
     others: ClassVar = "streaming"  # the heads that are not full
@@ -145,54 +149,50 @@ class Groups:
 
     @cached_property
     def size(self) -> int:
-        """Tokens of a block that is not of tiles.
+        """Tokens of a block that holds no tiles.
 
-        Where there are tiles, its pages are no larger than theirs: then groups are as wide as they have heads.
+        With tiles, it is the largest power of two whose page is no larger than a tile.
         """
         if not self.quantized:
             return self.tokens
-        fitting = min(
-            layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize) // self._token_bytes(layer)
-            for layer in self.layout.layers
-            if layer.quantization
-        )
-        return 1 << fitting.bit_length() - 1
+        return 1 << (self._tile_bytes // (2 * self.layout.head_dim * self.itemsize)).bit_length() - 1
 
-    def _head_dim(self, layer: LayerLayout) -> int:
-        return layer.head_dim or self.layout.head_dim
-
-    def _token_bytes(self, layer: LayerLayout) -> int:
-        """Bytes of a token of a head in the model's dtype."""
-        return 2 * self._head_dim(layer) * self.itemsize
+    @property
+    def _tile_bytes(self) -> int:
+        """Bytes of a quantized tile of a full head."""
+        assert self.layout.quantization is not None  # as there are tiles
+        return self.layout.quantization.tile_bytes(self.layout.head_dim, self.itemsize)
 
     def _pages(self, heads: str, native: bool = False) -> list[int]:
-        """Bytes of a block of the full, streaming or all heads of each layer that has a window of the model's own, or
-        none."""
-        return [
-            getattr(layer, heads) * self._token_bytes(layer) * self.size if layer.native == native else 0
-            for layer in self.layout.layers
-        ]
+        """Width of each layer.
 
-    @cached_property
-    def _full(self) -> list[int]:
-        """Bytes of a block of the full heads of each layer that has no window of the model's own."""
-        if not self.quantized:
-            return self._pages("full")
+        Args:
+            heads: attribute of the layer with the number of heads: "full", "streaming" or "heads".
+            native: whether to count layers with a window of the model's own, or those without.
+        """
+        token_bytes = 2 * self.itemsize * self.size
         return [
-            layer.full * layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize)
-            if layer.quantization
+            getattr(layer, heads) * (layer.head_dim or self.layout.head_dim) * token_bytes
+            if layer.native == native
             else 0
             for layer in self.layout.layers
         ]
 
     @cached_property
+    def _full(self) -> list[int]:
+        """Width of the full heads of each layer without a window of the model's own."""
+        if not self.quantized:
+            return self._pages("full")
+        return [layer.full * self._tile_bytes for layer in self.layout.layers]
+
+    @cached_property
     def _newest(self) -> list[int]:
-        """Bytes of a block of the newest tokens of the full heads of each layer."""
+        """Width of the newest tokens of each layer's full heads."""
         return self._pages("full") if self.quantized else [0] * len(self.layout.layers)
 
     @property
     def _limit(self) -> int:
-        """Bytes of a block that all full heads of the model fit, and the other heads of each layer."""
+        """Width of a block that fits all full heads of the model, and the other heads of any one layer."""
         others = (*self._newest, *self._pages("streaming"), *self._pages("heads", native=True))
         return max(sum(self._full), *others)
 
@@ -200,8 +200,8 @@ class Groups:
     def _bins(self) -> tuple[list[int], list[int]]:
         """The bins of each layer's streaming heads, and of its newest tokens.
 
-        Of two choices the one with the smaller cache: bins that are patterns can make vLLM split the full heads, and
-        bins that are none can be more.
+        Bins with patterns can make vLLM split the full heads; without patterns there can be more bins. The
+        choice is the one with the smaller cache.
         """
         streaming, newest = self._pages("streaming"), self._newest
         choices = [
@@ -217,25 +217,24 @@ class Groups:
 
     @property
     def newest(self) -> list[int]:
-        """The bin of the newest tokens of each layer's full heads, none of which is a bin of streaming heads."""
+        """The bin of the newest tokens of each layer's full heads, apart from the bins of streaming heads."""
         return [bin + len(self.layout.layers) for bin in self._bins[1]]
 
     @cached_property
     def native(self) -> list[int]:
-        """The bin of each layer with a window of the model's own. vLLM splits windows by itself, and no chunks."""
+        """The bin of each layer with a window of the model's own. vLLM itself splits windows, but not chunks."""
         pages = self._pages("heads", native=True)
         if any(layer.chunked for layer in self.layout.layers):
             return _bins(pages, self._limit, patterns=True)
         return [0] * len(pages)
 
     def _cost(self, streaming: list[int], newest: list[int]) -> tuple[int, int]:
-        """What a token and what a window take with these bins of streaming heads and newest tokens."""
+        """Bytes for each block of tokens and for each block of a window, with these bins."""
         plan, (full, *windows, _) = self._planned(streaming, newest)
         return full * plan.width, sum(windows) * plan.width
 
     def _planned(self, streaming: list[int], newest: list[int]) -> tuple[Plan, tuple[int, int, int, int]]:
-        """vLLM's plan for bins of streaming heads and newest tokens, and its numbers of groups of full heads, streaming
-        heads, newest tokens, and windows of the model."""
+        """vLLM's plan for bins of streaming heads and newest tokens, and its numbers of groups as `planned`."""
         chunked = any(layer.chunked for layer in self.layout.layers)
         kinds = (
             _by_bin(self._full, [0] * len(self._full), sliding=False),
@@ -250,23 +249,20 @@ class Groups:
 
     @property
     def planned(self) -> tuple[Plan, tuple[int, int, int, int]]:
-        """vLLM's plan, and its numbers of groups.
-
-        They are those of full heads, streaming heads, newest tokens, and windows of the model.
-        """
+        """vLLM's plan, and the numbers of groups of full heads, streaming heads, newest tokens and own windows."""
         return self._planned(*self._bins)
 
     def window(self, layer: LayerLayout) -> int:
-        """Tokens of the window that vLLM keeps for a layer's streaming heads: `recent`, or one or two more.
+        """Tokens of the window that vLLM keeps for a layer's streaming heads: `recent` or slightly more.
 
-        vLLM puts windows of one length in one group, and of that group the manager may be the stock one, which frees
-        sinks; so no window is as long as one of the model's own. Those of Cohere 2 have one token more in vLLM.
+        vLLM groups windows of the same length, and the stock manager, which frees sinks, may get the group. So the
+        length must differ from the model's own windows, including Cohere 2's, which are one token longer in vLLM.
         """
         native_windows = {layer.recent for layer in self.layout.layers if layer.native}
         return next(tokens for tokens in count(layer.recent) if not {tokens, tokens - 1} & native_windows)
 
     def blocks(self, tokens: int, in_flight: int = 1) -> int:
-        """Blocks that a sequence of `tokens` holds while `in_flight` of them are computed."""
+        """Blocks that a sequence of `tokens` holds while `in_flight` tokens are computed."""
         _, (full, streaming, newest, native) = self.planned
         blocks = full * -(-tokens // (TILE if self.quantized else self.size))
         windows = []
@@ -275,7 +271,7 @@ class Groups:
         if self.quantized and (quantization := self.layout.quantization):
             windows.append((newest, quantization.sink, quantization.residual + TILE))
         if layer := next((layer for layer in self.layout.layers if layer.native), None):
-            # chunks begin with a block
+            # a chunk starts on a block boundary
             windows.append((native, 0, layer.recent - self.size * layer.chunked))
         return blocks + sum(
             groups * _window_blocks(tokens, self.size, sink, recent, in_flight) for groups, sink, recent in windows
@@ -288,7 +284,7 @@ class Groups:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that each more token takes, without those of blocks that are not filled."""
+        """Bytes of each further token, without padding."""
         return sum(self._full) // (TILE if self.quantized else self.size)
 
     def sequence_bytes(self, tokens: int) -> int:
@@ -297,6 +293,6 @@ class Groups:
 
 
 def _window_blocks(tokens: int, size: int, sink: int, recent: int, in_flight: int) -> int:
-    """Most blocks that hold sinks and a window, which may begin inside of a block."""
+    """Most blocks that hold the sinks and a window, which may start inside a block."""
     window = -(-(recent - 1 + in_flight) // size) + 1
     return min(-(-sink // size) + window, -(-tokens // size))

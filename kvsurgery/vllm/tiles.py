@@ -1,8 +1,8 @@
-"""Which tokens of a request lie in packed tiles, which tiles a step packs, and what its new tokens read of both.
+"""Tiles of a step: those it packs, those its new tokens read, and the tokens they read unpacked.
 
-Nothing here depends on how a prompt is cut into steps: the token at a position reads the tiles that the emitted model
-has packed by then, and all that follows as it came. A tile is packed with its last token, into the page of the block of
-that token; so the pages of whole blocks hold all that another request with the same prefix can ask of them.
+The result does not depend on how a prompt is cut into steps: the token at a position reads the tiles that the emitted
+model has packed by then, and the later tokens unquantized. A tile is packed when its last token arrives, into the page
+of that token's block, so a request with the same prefix finds every tile it needs in the pages of whole blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ GATHERED = 1 << 14  # tokens of a head that are gathered at a time, beside those
 
 @dataclass(frozen=True)
 class Tiling:
-    """Where the tokens of a head are: `sink` first ones in no tile, and of the others a window of `recent` is seen.
+    """Which tokens of a head are in tiles, and which a query sees.
 
-    `residual` newest tokens, and those that fill no whole tile, are in no tile either.
+    The first `sink` tokens, the newest `residual` tokens and those of an incomplete tile stay unpacked. Beyond the
+    sinks, a query sees the `recent` latest tokens.
     """
 
     sink: int
@@ -31,32 +32,32 @@ class Tiling:
 
     @classmethod
     def of(cls, quantization: Quantization) -> Tiling:
-        """That of full heads."""
+        """The tiling of full heads."""
         return cls(quantization.sink, quantization.residual)
 
     @property
     def newest(self) -> int:
-        """Newest tokens, at most, that a new one reads as they came or packs, itself included."""
+        """Most of the newest tokens that a new token reads unpacked or packs, itself included."""
         return self.residual + TILE
 
     @property
     def late(self) -> int:
-        """How many blocks of a tile's size lie before that of the first tile's last token."""
+        """Number of blocks before the block that holds the first tile; blocks and tiles have the same size."""
         return -(-self.sink // TILE)
 
     def read(self, positions: torch.Tensor) -> torch.Tensor:
-        """Tiles before the newest tokens of queries at these positions.
+        """Number of tiles before the unpacked tokens of queries at these positions.
 
-        They are all that these queries read, and those that they do not see any more.
+        It counts the tiles that they read and those that have left their window.
         """
         return (positions - self.sink - self.residual).clamp(min=0) // TILE
 
     def packed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tiles whose tokens are all among this many first ones."""
+        """Number of complete tiles in the first `tokens` tokens."""
         return (tokens - self.sink).clamp(min=0) // TILE
 
     def left(self, positions: torch.Tensor) -> torch.Tensor:
-        """First tiles that queries at these positions see nothing of."""
+        """Number of tiles that have left the window of queries at these positions."""
         return (positions - self.sink - self.recent + 1).clamp(min=0) // TILE
 
 
@@ -65,9 +66,9 @@ class Due:
     """Tiles that a step packs.
 
     Attributes:
-        rows: [tiles, 1], the requests' rows in block tables.
-        tiles: [tiles, 1], the place of each in its request.
-        tokens: [tiles, TILE], the positions of their tokens.
+        rows: [tiles, 1], rows of the requests in block tables.
+        tiles: [tiles, 1], index of each tile in its request.
+        tokens: [tiles, TILE], positions of the tokens.
     """
 
     rows: torch.Tensor
@@ -77,17 +78,17 @@ class Due:
 
 @dataclass(frozen=True)
 class TiledPiece:
-    """New tokens of some requests, as many of each, and what they read.
+    """New tokens of several requests, equally many of each, and the keys that they read.
 
     Attributes:
-        batch: the new tokens in the batch, request by request: [requests * new].
-        rows: [requests, 1], the requests' rows in block tables.
-        positions: [requests, new], of the new tokens.
-        keys: [requests, keys], the positions of tokens that are in no tile for one of the queries.
-        hidden: [requests, 1, 1, new, keys], whether a query does not see such a key.
-        tiles: [requests, tiles], in each row all that one of its queries reads, the last of them repeated.
+        batch: [requests * new], indices of the new tokens in the batch, request by request.
+        rows: [requests, 1], rows of the requests in block tables.
+        positions: [requests, new], positions of the new tokens.
+        keys: [requests, keys], positions of the tokens that at least one query reads unpacked.
+        hidden: [requests, 1, 1, new, keys], whether the query does not see the key.
+        tiles: [requests, tiles], tiles that at least one query reads; rows are padded with their last tile.
         counts: [requests, new], the tile at which a query stops.
-        tiling: of the heads.
+        tiling: the tiling of the heads.
     """
 
     batch: torch.Tensor
@@ -105,7 +106,7 @@ class TiledPiece:
         return self.positions.shape[1]
 
     def hidden_in(self, span: slice) -> torch.Tensor:
-        """Whether a query does not see a token of some columns of tiles: [requests, 1, 1, new, tiles, TILE or 1]."""
+        """Mask of tokens that a query does not see, for columns of tiles: [requests, 1, 1, new, tiles, TILE or 1]."""
         columns = torch.arange(self.tiles.shape[1])[span]
         tiles = self.tiles[:, None, span]
         repeated = columns > (self.tiles[:, -1:] - self.tiles[:, :1])  # [requests, tiles]
@@ -118,7 +119,7 @@ class TiledPiece:
 
 @dataclass(frozen=True)
 class TiledPlan:
-    """What a batch does: tiles that are due, and then pieces that attend."""
+    """The work of a batch: tiles to pack, then pieces to attend."""
 
     due: Due
     pieces: tuple[TiledPiece, ...]
@@ -126,13 +127,13 @@ class TiledPlan:
 
 @lru_cache(maxsize=4)
 def plan(starts: tuple[int, ...], lengths: tuple[int, ...], tiling: Tiling) -> TiledPlan:
-    """The plan of a batch, in positions of its requests.
+    """Plan a batch, in positions of its requests.
 
-    Both cache groups of such heads need it in a step, so the last plans are kept. Requests are together where they
-    have as many new tokens and at most twice as many tiles.
+    Both cache groups of the heads need the plan of a step, so recent plans are cached. A piece holds requests with the
+    same number of new tokens whose numbers of tiles differ by less than a factor of two.
 
     Args:
-        starts: first new token of each request in the batch, and the end.
+        starts: index of each request's first new token in the batch, then the end of the batch.
         lengths: tokens of each request, new ones included.
     """
     firsts, ends = torch.tensor(starts).unfold(0, 2, 1).T
@@ -155,7 +156,7 @@ def plan(starts: tuple[int, ...], lengths: tuple[int, ...], tiling: Tiling) -> T
 
 
 def _repeated(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each index as often as its count says, and how often it came before."""
+    """Each index repeated `count` times, with the number of each repetition."""
     index = torch.arange(len(counts)).repeat_interleave(counts)
     return index, torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]
 
@@ -176,8 +177,13 @@ def _piece(
     counts: torch.Tensor,
     tiling: Tiling,
 ) -> TiledPiece:
-    """The piece of `new` tokens of each row, which come first in the batch and after so many others of their request,
-    with the first tile that they see and the number of tiles."""
+    """The piece of `new` tokens of each row.
+
+    Args:
+        firsts: [requests], index of the first new token in the batch.
+        pasts: [requests], tokens of the request before it.
+        begins, counts: [requests], first tile that the tokens see, and number of tiles.
+    """
     positions = pasts[:, None] + torch.arange(new)
     read = tiling.read(positions)
     last = positions[:, -1:]
@@ -191,7 +197,7 @@ def _piece(
         (firsts[:, None] + torch.arange(new)).flatten(),
         rows[:, None],
         positions,
-        torch.minimum(keys, last),  # a slot after a request's last token is not its own
+        torch.minimum(keys, last),  # slots after a request's last token are not its own
         ~visible[:, None, None],
         torch.minimum(tiles, (begins + counts - 1)[:, None]),
         read,

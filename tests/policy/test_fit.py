@@ -323,6 +323,7 @@ class TestRefusals:
             ({"rest": "budgeted", "window": 0}, "`budgeted.window` must lie in"),
             ({"kv_group_size": 3}, "`cache.group_size`: the group size 3"),
             ({"kv_residual": -1}, "`cache.residual`: the residual"),
+            ({"sink": 9, "recent": 30, "kv_streaming": True}, "`cache.streaming` is for windows of at least"),
         ],
         ids=str,
     )
