@@ -131,8 +131,8 @@ def _by_bin(widths: Sequence[int], bins: Sequence[int], sliding: bool) -> list[B
 class Groups:
     """Cache groups of a model: full heads, bins of streaming heads, and the model's own windows.
 
-    If the tiles of full heads are `quantized`, alike in all layers, there are also bins of their newest tokens, and a
-    block of full heads is a tile.
+    If the tiles of full heads are `quantized`, there are also bins of their newest tokens, and a block of full heads is
+    a tile; widths of codes may differ by layer.
 
     Attributes:
         tokens: tokens of a block, if there are no tiles.
@@ -155,13 +155,19 @@ class Groups:
         """
         if not self.quantized:
             return self.tokens
-        return 1 << (self._tile_bytes // (2 * self.layout.head_dim * self.itemsize)).bit_length() - 1
+        fitting = min(
+            layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize) // self._token_bytes(layer)
+            for layer in self.layout.layers
+            if layer.quantization
+        )
+        return 1 << fitting.bit_length() - 1
 
-    @property
-    def _tile_bytes(self) -> int:
-        """Bytes of a quantized tile of a full head."""
-        assert self.layout.quantization is not None  # as there are tiles
-        return self.layout.quantization.tile_bytes(self.layout.head_dim, self.itemsize)
+    def _head_dim(self, layer: LayerLayout) -> int:
+        return layer.head_dim or self.layout.head_dim
+
+    def _token_bytes(self, layer: LayerLayout) -> int:
+        """Bytes of a token of a head in the model's dtype."""
+        return 2 * self._head_dim(layer) * self.itemsize
 
     def _pages(self, heads: str, native: bool = False) -> list[int]:
         """Width of each layer.
@@ -170,11 +176,8 @@ class Groups:
             heads: attribute of the layer with the number of heads: "full", "streaming" or "heads".
             native: whether to count layers with a window of the model's own, or those without.
         """
-        token_bytes = 2 * self.itemsize * self.size
         return [
-            getattr(layer, heads) * (layer.head_dim or self.layout.head_dim) * token_bytes
-            if layer.native == native
-            else 0
+            getattr(layer, heads) * self._token_bytes(layer) * self.size if layer.native == native else 0
             for layer in self.layout.layers
         ]
 
@@ -183,7 +186,12 @@ class Groups:
         """Width of the full heads of each layer without a window of the model's own."""
         if not self.quantized:
             return self._pages("full")
-        return [layer.full * self._tile_bytes for layer in self.layout.layers]
+        return [
+            layer.full * layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize)
+            if layer.quantization
+            else 0
+            for layer in self.layout.layers
+        ]
 
     @cached_property
     def _newest(self) -> list[int]:

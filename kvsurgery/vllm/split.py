@@ -202,10 +202,8 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
             **full_sinks,
             **settings,
         }
-        if groups.quantized:
+        if groups.quantized and layer.quantization:
             from kvsurgery.vllm.codes import CodesAttention  # kernels of a CPU
-
-            assert layer.quantization is not None  # as of all layers
 
             full = CodesAttention(
                 quantization=layer.quantization, bin=groups.newest[index], size=groups.size, **options
