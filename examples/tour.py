@@ -1,6 +1,6 @@
-"""Run the main commands on SmolLM2-135M-Instruct as a user would, and check what comes out.
+"""Run the main commands on a real language model as a user would, and check what comes out.
 
-    python examples/smollm2/tour.py [FOLDER] [--short] [--wheel FILE]
+    python examples/tour.py smollm2 [FOLDER] [--short] [--wheel FILE ...]
 
 Makes the model first, unless it is there; without a network the tour is skipped. What the commands print goes to the
 terminal and to FOLDER/log.txt. The exit code is 1 where something is wrong.
@@ -21,17 +21,74 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from gguf_model import NO_DOWNLOAD
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gguf_model import NO_DOWNLOAD
-
 HERE = Path(__file__).resolve().parent
-LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
-STATE_BYTES = 2 * HEAD_DIM * 4  # a key and a value in float32
-SINK, RECENT, FULL = 4, 128, 45
+SINK, RECENT = 4, 128
 ODD_TEXT = "It's 12345 café ﬁ 日本語 🙂\t\x00 ١٢ ²³\n\n  <b>x_1</b>"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model.
+
+    Attributes:
+        positions: most tokens of a prompt.
+        tied: whether the output layer is the embedding.
+        special: ids of the tokens for unknown text, begin, end and padding.
+        system: what the chat template says first.
+        perplexity: the most that a novel's text may have.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+    tied: bool
+    special: tuple[int | None, ...]
+    system: str
+    perplexity: float
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all layers."""
+        return self.layers * self.kv_heads
+
+    @property
+    def full(self) -> int:
+        """Heads that stay full."""
+        return self.heads // 2
+
+    @property
+    def state_bytes(self) -> int:
+        """A key and a value in float32."""
+        return 2 * self.head_dim * 4
+
+
+MODELS = {
+    "smollm2": Known(
+        layers=30,
+        kv_heads=3,
+        head_dim=64,
+        positions=8192,
+        tied=True,
+        special=(0, 1, 2, 2),
+        system="You are a helpful AI assistant named SmolLM, trained by Hugging Face",
+        perplexity=60,
+    ),
+    "qwen2.5-coder-1.5b": Known(
+        layers=28,
+        kv_heads=2,
+        head_dim=128,
+        positions=32768,
+        tied=False,
+        special=(None, 151643, 151645, 151643),
+        system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+        perplexity=30,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -90,6 +147,7 @@ class Tour:
 
     folder: Path
     log: TextIO
+    known: Known
 
     def say(self, line: str) -> None:
         """Print a line, to the log too."""
@@ -131,7 +189,7 @@ class Tour:
 
 
 def check_tokenizer(tour: Tour, model: Path) -> None:
-    """The tokenizer is SmolLM2's."""
+    """The tokenizer is the model's."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = tokenizer(ODD_TEXT).input_ids
     tour.check(
@@ -143,15 +201,14 @@ def check_tokenizer(tour: Tour, model: Path) -> None:
         "numbers are split into digits",
     )
     special = (tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    tour.check(special == (0, 1, 2, 2), "the special tokens are <|endoftext|>, <|im_start|> and <|im_end|>")
+    tour.check(special == tour.known.special, "the special tokens are the published ones")
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
     expected = (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        f"<|im_start|>system\n{tour.known.system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    tour.check(chat == expected, "the chat template is SmolLM2's")
+    tour.check(chat == expected, "the chat template is the published one")
 
 
 def check_answer(tour: Tour, folder: Path) -> None:
@@ -159,9 +216,8 @@ def check_answer(tour: Tour, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = model.config
-    tour.check(
-        (config.max_position_embeddings, config.tie_word_embeddings) == (8192, True), "8,192 positions, tied embeddings"
-    )
+    found = config.max_position_embeddings, config.tie_word_embeddings
+    tour.check(found == (tour.known.positions, tour.known.tied), f"it reads {tour.known.positions:,} tokens")
     question = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert isinstance(inputs, BatchEncoding)
@@ -174,10 +230,12 @@ def check_answer(tour: Tour, folder: Path) -> None:
 def check_profile(tour: Tour, profile: Path) -> None:
     """Scores are of every head, and tell heads apart."""
     facts = tour.facts("profile", "show", profile)
-    tour.check(facts["shape"] == [LAYERS, KV_HEADS] and facts["windows"] == [None] * LAYERS, "a score for each KV head")
+    known = tour.known
+    shape, windows = [known.layers, known.kv_heads], [None] * known.layers
+    tour.check(facts["shape"] == shape and facts["windows"] == windows, "a score for each KV head")
     tour.check(facts["score_max"] > 10 * facts["score_min"], "scores tell heads apart")
     kept = facts["full_heads_per_layer"]["0.5"]
-    tour.check(sum(kept) == LAYERS * KV_HEADS // 2, "half of the heads are full at sparsity 0.5")
+    tour.check(sum(kept) == known.full, "half of the heads are full at sparsity 0.5")
 
 
 def check_conversion(tour: Tour, model: Path, converted: Path) -> None:
@@ -187,7 +245,7 @@ def check_conversion(tour: Tour, model: Path, converted: Path) -> None:
         found["difference"] <= found["bound"] == 1e-5, f"logits differ by {found['difference']:.1e} of the largest"
     )
     facts = tour.facts("inspect", converted)
-    tour.check(sum(facts["surgery"]["full_heads"]) == FULL, f"{FULL} of {LAYERS * KV_HEADS} KV heads are full")
+    tour.check(sum(facts["surgery"]["full_heads"]) == tour.known.full, "half of the KV heads are full")
 
 
 def check_evaluation(tour: Tour, report: Path) -> None:
@@ -195,7 +253,7 @@ def check_evaluation(tour: Tour, report: Path) -> None:
     results = json.loads((report / "results.json").read_text())
     [perplexity] = (task for task in results["tasks"] if task["task"] == "perplexity")
     original, converted = (perplexity["scores"][name]["mean"] for name in ("original", "converted"))
-    tour.check(1 < original < 60, f"perplexity of the original is {original:.2f}")
+    tour.check(1 < original < tour.known.perplexity, f"perplexity of the original is {original:.2f}")
     tour.check(math.isfinite(converted) and converted < 1.25 * original, f"of the converted one {converted:.2f}")
 
 
@@ -203,11 +261,10 @@ def check_bytes(tour: Tour, report: Path, tokens: int) -> None:
     """KV caches hold as many bytes as arithmetic says."""
     found = json.loads((report / "bench.json").read_text())
     rows = {row["contender"]: row for row in found["rows"]}
-    whole, capacity = LAYERS * KV_HEADS, tokens + found["settings"]["new"]
-    tour.check(
-        rows["original"]["kv_bytes"] == whole * capacity * STATE_BYTES, "the original's KV cache is its states' size"
-    )
-    expected = (FULL * capacity + (whole - FULL) * (SINK + RECENT)) * STATE_BYTES
+    known, capacity = tour.known, tokens + found["settings"]["new"]
+    dense = known.heads * capacity * known.state_bytes
+    tour.check(rows["original"]["kv_bytes"] == dense, "the original's KV cache is its states' size")
+    expected = (known.full * capacity + (known.heads - known.full) * (SINK + RECENT)) * known.state_bytes
     row = rows["converted"]
     tour.check(row["kv_bytes"] == row["predicted"] == expected, f"the converted one's KV cache is {expected:,} bytes")
 
@@ -217,17 +274,17 @@ def sha256(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def go(tour: Tour, sizes: Sizes, wheel: list[str]) -> None:
-    """The whole tour."""
-    model, profile = HERE / "model", tour.folder / "profile.safetensors"
+def go(tour: Tour, home: Path, sizes: Sizes, wheels: list[str]) -> None:
+    """The whole tour, of the model in a folder of the examples."""
+    model, profile = home / "model", tour.folder / "profile.safetensors"
     converted, reverted, report = (tour.folder / name for name in ("converted", "reverted", "report"))
-    tour.run(sys.executable, HERE / "make.py", *wheel)
+    tour.run(sys.executable, home / "make.py", *wheels)
     check_tokenizer(tour, model)
     check_answer(tour, model)
     tour.kvsurgery("profile", "compute", model, "--method", "attention", *sizes.prompts, "-o", profile)
     tour.kvsurgery("profile", "show", profile)
     check_profile(tour, profile)
-    heads = ("--full-heads", str(FULL), "--sink", str(SINK), "--recent", str(RECENT))
+    heads = ("--full-heads", str(tour.known.full), "--sink", str(SINK), "--recent", str(RECENT))
     tour.kvsurgery("convert", model, "--profile", profile, *heads, "--out", converted)
     tour.kvsurgery("verify", converted, "--source", model)
     tour.kvsurgery("inspect", converted)
@@ -243,9 +300,10 @@ def go(tour: Tour, sizes: Sizes, wheel: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=MODELS, help="folder of the examples")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("real"), help="default: real")
     parser.add_argument("--short", action="store_true", help="a few minutes' worth")
-    parser.add_argument("--wheel", help="as make.py takes it")
+    parser.add_argument("--wheel", nargs="+", default=[], help="as make.py takes it")
     arguments = parser.parse_args()
     if arguments.folder.exists():
         sys.exit(f"{arguments.folder} exists; remove it, or give another folder")
@@ -254,15 +312,16 @@ def main() -> None:
     logging.disable_progress_bar()
     begin = time.monotonic()
     with open(arguments.folder / "log.txt", "w", encoding="utf-8") as log:
-        tour = Tour(arguments.folder, log)
+        tour = Tour(arguments.folder, log, MODELS[arguments.model])
+        sizes = SHORT if arguments.short else WHOLE
         try:
-            go(tour, SHORT if arguments.short else WHOLE, ["--wheel", arguments.wheel] if arguments.wheel else [])
+            go(tour, HERE / arguments.model, sizes, ["--wheel", *arguments.wheel] if arguments.wheel else [])
         except Wrong as error:
             tour.say(f"WRONG: not so: {error}")
             sys.exit(1)
         except subprocess.CalledProcessError as error:
             if error.returncode == NO_DOWNLOAD:
-                tour.say("SKIPPED: the model cannot be downloaded here; give the wheel with --wheel")
+                tour.say("SKIPPED: the model cannot be downloaded here; give its wheels with --wheel")
                 return
             tour.say(f"WRONG: exit code {error.returncode} of {' '.join(map(str, error.cmd))}")
             sys.exit(1)
