@@ -140,14 +140,19 @@ class DuoAttention(Pressed):
         return press
 
 
-def contenders(losses_path: Path, profiles: list[Path]) -> list[Contender]:
+def contenders(losses_path: Path | None, profiles: list[Path]) -> list[Contender]:
     """All that are compared, those first whose comparison says most.
 
     Args:
-        losses_path: losses of the model, which choose full heads and say what to rotate and clip.
-        profiles: other head scores, such as those of needles; the first goes to kvpress' DuoAttention too.
+        losses_path: losses of the model, which choose full heads and say what to rotate and clip. Without them, the
+            first of `profiles` chooses, and the defaults hold.
+        profiles: head scores, such as those of needles; the first goes to kvpress' DuoAttention too.
     """
-    losses, other_profiles = load_scores(losses_path), [load_scores(profile) for profile in profiles]
+    other_profiles = [load_scores(profile) for profile in profiles]
+    other_labels = [f"by {profile.stem}" for profile in profiles]
+    losses, by_loss, measured = other_profiles[0], other_labels[0], None
+    if losses_path:
+        losses, by_loss, measured = load_scores(losses_path), "by measured loss", str(losses_path)
 
     def ours(
         sparsity: float,
@@ -162,7 +167,7 @@ def contenders(losses_path: Path, profiles: list[Path]) -> list[Contender]:
         if sparsity:
             name, series = f"kvsurgery, {1 - sparsity:.0%} of heads full {chosen_by}", "kvsurgery, streaming heads"
         if bits:
-            recipe = recipe.changed(kv_bits=bits, kv_measured=str(losses_path))
+            recipe = recipe.changed(kv_bits=bits, kv_measured=measured)
             name = f"{name}, {bits} bits"
             series += ", bits" if not sparsity else ", 4 bits" if bits == 4 else ", 2 or 8 bits"
         if residual is not None:
@@ -177,14 +182,12 @@ def contenders(losses_path: Path, profiles: list[Path]) -> list[Contender]:
         recipe, series = Recipe.of(rest="budgeted", budget=budget), "kvsurgery, budgets"
         name = f"kvsurgery, budgets of {budget} {other_labels[0]}"
         if bits:
-            recipe = recipe.changed(kv_bits=bits, kv_measured=str(losses_path))
+            recipe = recipe.changed(kv_bits=bits, kv_measured=measured)
             name, series = f"{name}, {bits} bits", f"{series}, {bits} bits"
         return Converted(name, series, recipe=recipe, profile=other_profiles[0])
 
     def by_layer(kv_budget: float) -> Converted:
-        recipe = Recipe.of(
-            sparsity=0, rest="streaming", kv_bits=AUTO, kv_budget=kv_budget, kv_measured=str(losses_path)
-        )
+        recipe = Recipe.of(sparsity=0, rest="streaming", kv_bits=AUTO, kv_budget=kv_budget, kv_measured=measured)
         name = f"kvsurgery, all heads full, {kv_budget:g} bits by layer, residual 0"
         recipe = recipe.changed(kv_residual=0)
         return Converted(name, "kvsurgery, bits, residual 0", recipe=recipe, profile=losses)
@@ -195,7 +198,6 @@ def contenders(losses_path: Path, profiles: list[Path]) -> list[Contender]:
         )
 
     pressed = [[Pressed(f"{press}, {share:.0%}", press, share=share) for press in PRESSES] for share in SHARES]
-    by_loss, other_labels = "by measured loss", [f"by {profile.stem}" for profile in profiles]
     return [
         Contender(),
         ours(0.5, None, losses, by_loss),
@@ -225,7 +227,7 @@ def contenders(losses_path: Path, profiles: list[Path]) -> list[Contender]:
         *(ours(0, bits, losses, by_loss, residual=0) for bits in (4, 3, 2)),
         *(budgeted(budget) for budget in (512, 256, 1024, 128, 64)),
         *(budgeted(budget, 4) for budget in (512, 1024, 256)),
-        by_layer(3.3),
+        *([by_layer(3.3)] if measured else []),
         *(ours(sparsity, 4, losses, by_loss, window=(16, 64)) for sparsity in (0.75, 0.5)),
         ours(0.875, 4, losses, by_loss),
         *(ours(sparsity, 8, losses, by_loss) for sparsity in (0, 0.5)),
@@ -267,9 +269,7 @@ def answers(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
-    parser.add_argument(
-        "--measured", type=Path, required=True, help="its losses, of `profile compute --method kv-bits`"
-    )
+    parser.add_argument("--measured", type=Path, help="its losses, of `profile compute --method kv-bits`")
     parser.add_argument(
         "--profile",
         type=Path,
