@@ -76,8 +76,9 @@ def table(report: Mapping[str, Any]) -> list[str]:
 
 def draw(report: Mapping[str, Any], colors: figures.Colors) -> Figure:
     """Divergence and recall against the bytes held."""
-    contender_rows = [row for row in rows(report) if row.name != ORIGINAL]
-    [original_row] = (row for row in rows(report) if row.name == ORIGINAL)
+    all_rows = rows(report)
+    contender_rows = [row for row in all_rows if row.name != ORIGINAL]
+    [original_row] = (row for row in all_rows if row.name == ORIGINAL)
     titles = "divergence of the next token, nats", "facts recalled"
     figure, (of_loss, of_recall) = figures.panels(colors, titles, (9, 5.4))
     of_loss.set_yscale("log")

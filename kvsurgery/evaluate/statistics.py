@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,13 @@ def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
         float64 [series, RESAMPLES].
     """
     samples = values.shape[1]
-    counts = np.random.default_rng(seed).multinomial(samples, np.full(samples, 1 / samples), size=RESAMPLES)
-    return values @ counts.T / samples
+    return values @ _resampled_counts(samples, seed).T / samples
+
+
+@lru_cache(maxsize=4)
+def _resampled_counts(samples: int, seed: int) -> np.ndarray:
+    """How often each resample draws each sample, [RESAMPLES, samples]: a table needs the same ones for every cell."""
+    return np.random.default_rng(seed).multinomial(samples, np.full(samples, 1 / samples), size=RESAMPLES)
 
 
 def interval(mean: float, resampled: np.ndarray) -> Interval:

@@ -36,7 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
-        return model(IDS, use_cache=False).logits
+        # without a mask, stock GLM-4.1V fails in transformers 4
+        return model(IDS, attention_mask=torch.ones_like(IDS), use_cache=False).logits
 
 
 def drawn(model, **options):
