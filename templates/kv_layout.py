@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 VERSION = 2
 QUANTIZATION = {1: "quantisation", 2: "quantization"}
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
-STATES = (
-    "linear_attention",
-    "mamba",
-    "conv",
-)  # what `layer_types` of a config calls layers that have a state and no KV cache
+# what `layer_types` of a config calls layers that have a state and no KV cache
+STATES = "linear_attention", "mamba", "conv"
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # and those with a window of their own
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
