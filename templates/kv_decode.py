@@ -283,7 +283,7 @@ def _decode_kernel(
                 newest = length - 1 - tl.load(sink_ptr + head)
                 recent = tl.load(recent_ptr + head)
             end = begin + stored // PACKED_N
-            tile = batch * tiles + tl.maximum(tl.load(first_ptr + head), 0)
+            tile = (row // heads * tiles + tl.maximum(tl.load(first_ptr + head), 0)).to(tl.int64)
             KEY_SCALES: tl.constexpr = KEY_ROWS * D if KEY_ROWS > 0 else TILE_TOKENS * GROUPS
             OVER_TILES(
                 q_ptr=q_ptr + batch * q_batch + head * G * q_head,
