@@ -27,7 +27,7 @@ from kvsurgery.heads.kinds import Rest
 from kvsurgery.system.files import write_whole
 from kvsurgery.system.repo_id import is_address
 from kvsurgery.system.typed_toml import check_types, read_table, to_toml
-from kvsurgery.templates.kv_layout import Quantization, Selection, Widths
+from kvsurgery.templates.kv_layout import TILE, Quantization, Selection
 
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")
@@ -162,12 +162,12 @@ class Cache:
             if self.budget is not None:
                 raise PolicyError("`cache.budget` requires `cache.bits` auto")
             if self.bits is not None:
-                widths = Widths.of(self.bits)
+                quantization = Quantization(self.bits)
                 try:
-                    widths.check()
+                    quantization.check(TILE)  # heads of 128 can have any width
                 except ValueError as error:
                     raise PolicyError(f"`cache.bits`: {error}") from error
-                object.__setattr__(self, "bits", widths.bits)
+                object.__setattr__(self, "bits", quantization.bits)
             return
         if self.measured is None:
             raise PolicyError(
