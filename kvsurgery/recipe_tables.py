@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvsurgery.errors import PolicyError
 from kvsurgery.system.typed_toml import check_types
-from kvsurgery.templates.kv_layout import Quantization, Selection, Widths
+from kvsurgery.templates.kv_layout import TILE, Quantization, Selection
 
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")
@@ -148,12 +148,12 @@ class Cache:
             if self.budget is not None:
                 raise PolicyError("`cache.budget` requires `cache.bits` auto")
             if self.bits is not None:
-                widths = Widths.of(self.bits)
+                quantization = Quantization(self.bits)
                 try:
-                    widths.check()
+                    quantization.check(TILE)  # heads of 128 can have any width
                 except ValueError as error:
                     raise PolicyError(f"`cache.bits`: {error}") from error
-                object.__setattr__(self, "bits", widths.bits)
+                object.__setattr__(self, "bits", quantization.bits)
             return
         if self.measured is None:
             raise PolicyError(

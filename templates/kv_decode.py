@@ -33,6 +33,8 @@ from .kv_storage import HeadTable
 
 # of the kernel, where there are tiles: the function that reads them, and its options
 PACKED_OPTIONS = "OVER_TILES", "PACKED_N", "K_BITS", "V_BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"
+# arguments whose values no kernel is compiled for
+SIZES = "skipped_batch", "skipped_head", "packed_batch", "packed_head", "rows", "heads"
 # measured on an H100: more programs or more units under way have more to finish when the last bytes have arrived
 PROGRAMS = 2  # on a multiprocessor
 STAGES = 3  # of the loop over units, of which one fewer is under way
@@ -90,18 +92,7 @@ def _share(program, units, programs):
     return (program.to(tl.int64) * units // programs).to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "skipped_batch",
-        "skipped_head",
-        "packed_batch",
-        "packed_head",
-        "rows",
-        "heads",
-        "programs",
-        "steps",
-    ]
-)
+@triton.jit(do_not_specialize=[*SIZES, "programs", "steps"])
 def _plan_kernel(
     columns_ptr,  # [1]
     skipped_ptr,  # [batch, heads]
@@ -169,9 +160,7 @@ def _plan_kernel(
         tl.store(start_ptr + program, low, program < busy_programs)
 
 
-@triton.jit(
-    do_not_specialize=["skipped_batch", "skipped_head", "packed_batch", "packed_head", "tiles", "rows", "heads"]
-)
+@triton.jit(do_not_specialize=[*SIZES, "tiles"])
 def _decode_kernel(
     q_ptr,  # [batch, heads * G, D]
     k_ptr,  # [batch, slots of all heads, D]
@@ -283,7 +272,7 @@ def _decode_kernel(
                 newest = length - 1 - tl.load(sink_ptr + head)
                 recent = tl.load(recent_ptr + head)
             end = begin + stored // PACKED_N
-            tile = batch * tiles + tl.maximum(tl.load(first_ptr + head), 0)
+            tile = (row // heads * tiles + tl.maximum(tl.load(first_ptr + head), 0)).to(tl.int64)
             KEY_SCALES: tl.constexpr = KEY_ROWS * D if KEY_ROWS > 0 else TILE_TOKENS * GROUPS
             OVER_TILES(
                 q_ptr=q_ptr + batch * q_batch + head * G * q_head,

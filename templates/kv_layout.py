@@ -4,7 +4,7 @@ Nothing here needs torch: the tool that wrote this checkpoint and the model that
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -44,18 +44,6 @@ class Widths(NamedTuple):
         """The reverse of `of`."""
         return self.keys if self.keys == self.values else f"k{self.keys}v{self.values}"
 
-    def fill_words(self, head_dim: int) -> bool:
-        """Whether the codes of a head fill whole words of two bytes, as kernels load them."""
-        return not any(head_dim * width % 16 for width in self)
-
-    def check(self) -> None:
-        """Raise ValueError where codes cannot have these widths."""
-        if any(type(width) is not int or width not in (8, 4, 3, 2) for width in self):
-            raise ValueError(
-                "a quantized cache has 8, 4, 3 or 2 bits, or two of these for keys and values, such as k3v2; "
-                f"got {self.bits!r}"
-            )
-
 
 @dataclass(frozen=True)
 class Quantization:
@@ -91,9 +79,8 @@ class Quantization:
         widths = self.widths
         object.__setattr__(self, "bits", widths.bits)
         if self.rotate is None:
-            default_rotate = "none" if widths.values == 8 else "values"
             rotates_keys = self.scheme == "per-token" and widths.keys != 8
-            object.__setattr__(self, "rotate", "both" if rotates_keys else default_rotate)
+            object.__setattr__(self, "rotate", ROTATIONS[2 if rotates_keys else widths.values != 8])
         if self.clip is None:
             clipped = (4, 3, 2) if self.scheme == "per-token" else (3, 2)
             object.__setattr__(self, "clip", any(width in clipped for width in widths))
@@ -122,10 +109,9 @@ class Quantization:
         slots = self.slots(tokens, self.sink, margin)
         return self.tiles(tokens - self.sink) * self.tile_bytes(head_dim, itemsize) + slots * 2 * head_dim * itemsize
 
-    def code_bytes(self, head_dim: int) -> tuple[int, int]:
+    def code_bytes(self, head_dim: int) -> list[int]:
         """Bytes of a token's codes, of keys and of values."""
-        keys, values = self.widths
-        return head_dim * keys // 8, head_dim * values // 8
+        return [head_dim * width // 8 for width in self.widths]
 
     def key_groups(self, head_dim: int) -> tuple[int, int]:
         """Shape of the scales of a tile's keys, and of their minima."""
@@ -144,7 +130,8 @@ class Quantization:
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError, in words, where heads of this size cannot be stored so."""
-        self.widths.check()
+        if any(type(width) is not int or width not in (8, 4, 3, 2) for width in self.widths):
+            raise ValueError(f"a quantized cache has 8, 4, 3 or 2 bits, or two such as k3v2; got {self.bits!r}")
         if self.scheme not in ("kivi", "per-token"):
             raise ValueError(f"the scheme of a quantized cache is kivi or per-token, got {self.scheme!r}")
         if type(self.residual) is not int or self.residual < 0:
@@ -155,7 +142,7 @@ class Quantization:
             raise ValueError(f"whether a quantized cache clips ranges is true or false, got {self.clip!r}")
         if self.rotate not in ROTATIONS:
             raise ValueError(f"a quantized cache rotates {', '.join(ROTATIONS)}, got {self.rotate!r}")
-        if not self.widths.fill_words(head_dim):
+        if any(head_dim * width % 16 for width in self.widths):  # the kernels load codes in words of two bytes
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         if type(self.streaming) is not bool:
             raise ValueError(f"whether streaming heads are quantized is true or false, got {self.streaming!r}")
@@ -164,8 +151,7 @@ class Quantization:
             return
         if type(size) is not int or size < 1 or head_dim % size:
             raise ValueError(
-                f"the group size {size!r} of a quantized cache does not divide head_dim {head_dim}; leave it out, or "
-                "give a divisor"
+                f"the group size {size!r} does not divide head_dim {head_dim}; leave it out, or give a divisor"
             )
         if self.scheme == "kivi" and (TILE % size or size < MIN_GROUP):
             raise ValueError(f"the group size {size} of kivi must divide {TILE} and be {MIN_GROUP} or more")
@@ -355,9 +341,8 @@ class LayerLayout:
             tokens += [(count, 0 if self.holds else margin) for count in budgeted]
         else:
             beside += sum(budgeted) * token
-        return beside + sum(
-            quantization.head_bytes(count, head_dim, itemsize, head_margin) for count, head_margin in tokens
-        )
+        sizes = (quantization.head_bytes(count, head_dim, itemsize, most) for count, most in tokens)
+        return beside + sum(sizes)
 
     def _streaming_bytes(self, total: int, margin: int, head_dim: int, itemsize: int) -> int:
         """The same of its streaming heads alone."""
@@ -433,14 +418,8 @@ class KVLayout:
             quantization_section = section.get(QUANTIZATION[version])
             entries = section["layers"]
             sizes = [_count(entry.get("head_dim", head_dim), least=1) for entry in entries]
-            quantizations = [
-                _quantization(part, version, size)
-                for part, size in zip(_by_layer(quantization_section, len(entries)), sizes, strict=True)
-            ]
-            layers = tuple(
-                _layer(entry, selection, quantization)
-                for entry, quantization in zip(entries, quantizations, strict=True)
-            )
+            parts = zip(entries, _by_layer(quantization_section, len(entries)), sizes, strict=True)
+            layers = tuple(_layer(entry, selection, _quantization(part, version, size)) for entry, part, size in parts)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
         if len(layers) != (depth := setting(text, "num_hidden_layers")):
@@ -451,11 +430,9 @@ class KVLayout:
         for index, layer in enumerate(layers):
             heads = layer_setting(text, index, "num_key_value_heads") or setting(text, "num_attention_heads")
             has_state = index < len(layer_types) and layer_types[index] in STATES
-            expected_heads = 0 if has_state or layer.source is not None else heads
-            if layer.heads != expected_heads:
-                raise ValueError(
-                    f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {expected_heads}"
-                )
+            expected = 0 if has_state or layer.source is not None else heads
+            if layer.heads != expected:
+                raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {expected}")
             if layer.source is not None and not (layer.source < index and layers[layer.source].heads == heads):
                 raise ValueError(f"kv_surgery lets layer {index} share the KV cache of layer {layer.source}")
         sizes = [{*map(sum, layer.blocks)} for layer in layers if layer.blocks]
@@ -503,10 +480,8 @@ class KVLayout:
         Raises:
             ValueError: the heads do not divide so; `self.processes` has the numbers that do.
         """
-        return [
-            KVLayout(tuple(layer.part(rank, processes) for layer in self.layers), self.head_dim)
-            for rank in range(processes)
-        ]
+        layers = (tuple(layer.part(rank, processes) for layer in self.layers) for rank in range(processes))
+        return [KVLayout(part, self.head_dim) for part in layers]
 
     @property
     def selection(self) -> Selection | None:
@@ -626,16 +601,8 @@ def _quantization(entry: dict | None, version: int, head_dim: int) -> Quantizati
         entry = {**entry, "sink": 0, "rotate": "none", "clip": False}
     if entry["rotate"] is None or entry["clip"] is None:
         raise ValueError("`rotate` and `clip` of a quantized cache are baked, and never null")
-    quantization = Quantization(
-        entry["bits"],
-        entry["scheme"],
-        entry["group_size"],
-        entry["residual"],
-        entry.get("streaming", False),
-        entry["sink"],
-        entry["rotate"],
-        entry["clip"],
-    )
+    entry = {"streaming": False, **entry}
+    quantization = Quantization(**{field.name: entry[field.name] for field in fields(Quantization)})
     quantization.check(head_dim)
     return quantization
 

@@ -425,17 +425,17 @@ def _over_tiles(
     for unit in range(begin, end):
         tile = unit * N // TILE_TOKENS
         first = unit * N - tile * TILE_TOKENS
-        k_words = unit * (N * K_W) + n[:, None] * K_W
-        v_words = unit * (N * V_W) + n[:, None] * V_W
+        k_start = unit * (N * K_W)
+        v_start = unit * (N * V_W)
         k_third, v_third = n, n
         if K_BITS == 3:
-            k_words += tile * (TILE_TOKENS * K_W // 2)
+            k_start += tile * (TILE_TOKENS * K_W // 2)
             k_third = _third_bits(k_codes, unit, n, kw, D, N)
         if V_BITS == 3:
-            v_words += tile * (TILE_TOKENS * V_W // 2)
+            v_start += tile * (TILE_TOKENS * V_W // 2)
             v_third = _third_bits(v_codes, unit, n, vw, D, N)
-        k = tl.load(k_codes + k_words + kw[None, :], (kw < K_W)[None, :], 0)
-        v = tl.load(v_codes + v_words + vw[None, :], (vw < V_W)[None, :], 0)
+        k = tl.load(k_codes + k_start + (n[:, None] * K_W + kw[None, :]), (kw < K_W)[None, :], 0)
+        v = tl.load(v_codes + v_start + (n[:, None] * V_W + vw[None, :]), (vw < V_W)[None, :], 0)
 
         if KEY_ROWS > 0:
             row_scales_ptr = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D

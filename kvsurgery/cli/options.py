@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from kvsurgery.cli.help import HelpPage
 from kvsurgery.errors import PolicyError, RecipeError
-from kvsurgery.templates.kv_layout import Widths
+from kvsurgery.templates.kv_layout import TILE, Quantization
 
 
 def flag(name: str) -> str:
@@ -97,20 +97,17 @@ class Bits(click.Choice):
     def __init__(self, *bits: int | str):
         super().__init__([str(count) for count in bits])
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return f"[{'|'.join(self.choices)}|kNvM]"
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         text = str(value)
         if text in self.choices:
             return int(text) if text.isdigit() else text
-        widths = Widths.of(text)
+        quantization = Quantization(text)
         try:
-            widths.check()
+            quantization.check(TILE)  # heads of 128 can have any width
         except ValueError:
             accepted = ", ".join(self.choices)
             self.fail(f"{text!r} is not one of {accepted}, or two widths for keys and values, such as k3v2", param, ctx)
-        return widths.bits
+        return quantization.bits
 
 
 class Grouped(HelpPage):

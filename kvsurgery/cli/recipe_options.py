@@ -87,9 +87,8 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "kv_bits": (
             Bits(8, 4, 3, 2, "auto"),
-            "Bits per stored key and value of full and budgeted heads, except for the newest tokens; k3v2 has 3 for "
-            "keys and 2 for values; auto chooses a width for each layer, with --kv-budget and --kv-measured.  "
-            "[default: (the model's dtype)]",
+            "Bits per stored key and value (k3v2: 3 and 2) of full and budgeted heads but for the newest tokens; auto "
+            "chooses by layer, with --kv-budget and --kv-measured.  [default: (the model's dtype)]",
             basic,
         ),
         "kv_budget": (float, "With --kv-bits auto: the largest average number of bits per stored value."),

@@ -51,7 +51,7 @@ def test_equal_widths_are_one(here: Path) -> None:
 def test_other_widths_are_refused_in_one_line(here: Path, bits: str) -> None:
     Path("recipe.toml").write_text(f"[cache]\nbits = {json.dumps(bits)}\n")
     said = refused("convert", "llama", "--out", "out", "--recipe", "recipe.toml")
-    assert "`cache.bits`: a quantized cache has 8, 4, 3 or 2 bits, or two of these for keys and values" in said
+    assert "`cache.bits`: a quantized cache has 8, 4, 3 or 2 bits, or two such as k3v2; got" in said
     with pytest.raises(PolicyError, match="such as k3v2; got '"):
         Recipe.of(kv_bits=bits)
     result = run(*CONVERT, "--kv-bits", bits)
