@@ -35,7 +35,8 @@ CACHES: dict[str, dict[str, Any]] = {
     "streaming-2": {"kv_bits": 2, "sparsity": 0.5, "kv_residual": 32},
     "per-token-4": {"kv_bits": 4, "sparsity": 0.0, "kv_scheme": "per-token"},
     "groups-3": {"kv_bits": 3, "sparsity": 0.5, "kv_group_size": 32, "kv_residual": 0, "kv_rotate": "both"},
-    "pair-k3v2": {"kv_bits": "k3v2", "sparsity": 0.0, "kv_residual": 32},
+    "pair-k3v2": {"kv_bits": "k3v2", "sparsity": 0.5, "kv_group_size": 32, "kv_residual": 0, "kv_rotate": "both"},
+    "pair-k4v2": {"kv_bits": "k4v2", "sparsity": 0.5},
 }
 
 
