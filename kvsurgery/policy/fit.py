@@ -11,7 +11,7 @@ from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.policy.evidence import Evidence
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import Policy
-from kvsurgery.policy.prices import ERRORS, LEAST_BUDGET, Candidate, Prices, quantizations
+from kvsurgery.policy.prices import ERRORS, Candidate, Prices, mean_budgets, quantizations
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.recipe import Cache, Demand, Recipe
@@ -78,7 +78,7 @@ def fit(recipe: Recipe, evidence: Evidence, model: ModelLayers, footprint: Footp
         raise ProfileError("`fit` chooses heads by their scores; give a head profile")
     cache = recipe.cache or Cache()
     base_recipe = recipe.changed(rest=recipe.rest or evidence.rest, fit=None, kv_bits=8)
-    budget = None if base_recipe.streaming else LEAST_BUDGET
+    budget = None if base_recipe.streaming else mean_budgets(demand.prompt)[-1]
     # raises what is wrong with the recipe before anything is priced
     checked_recipe = base_recipe.changed(full_heads=0, budget=budget, kv_bits=8 if cache.streaming else None)
     beta = Policy.of(checked_recipe, replace(evidence, losses=None), model).options.get("beta")

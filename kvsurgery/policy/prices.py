@@ -191,9 +191,11 @@ class Prices:
             scores = self.scores[budgeted_mask]
             if not budget_scores[budgeted_mask].any():  # a pool cannot follow them
                 return
-            for budget in _budgets(demand.prompt):
+            for budget in mean_budgets(demand.prompt):
                 budgets = np.zeros(budgeted_mask.shape, dtype=np.int64)
                 budgets[budgeted_mask] = allocate_budgets(budget_scores[budgeted_mask], budget, beta)
+                if budgets[budgeted_mask].min() < selection.sinks:  # a head cannot have so few
+                    continue
                 tokens = np.minimum(budgets, demand.prompt - window) + window + demand.new_tokens
                 tokens = np.minimum(tokens, budgets + max_held)
                 tokens[~budgeted_mask] = demand.context
@@ -278,7 +280,7 @@ def _fidelity(quantization: Quantization | None) -> float:
     return 1 - ERRORS[quantization.bits] if quantization else 1.0
 
 
-def _budgets(prompt: int) -> list[int]:
+def mean_budgets(prompt: int) -> list[int]:
     """Mean budgets to consider for a prompt of this many tokens."""
     largest = min(prompt, MAX_BUDGET)
     sizes = (quarter << octave for octave in range(2, MAX_BUDGET.bit_length()) for quarter in (4, 5, 6, 7))

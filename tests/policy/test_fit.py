@@ -176,6 +176,14 @@ class TestCandidates:
         found = fitted(profile, None, footprint, fit=Demand(PLENTY, 64), rest="budgeted")
         assert {one.full_heads for one in found.candidates} == {*range(0, 1025, 4)}
 
+    def test_no_head_has_fewer_tokens_than_those_that_always_stay(self):
+        profile, footprint = model([[1, 0.001], [0.5, 0.2]])
+        options = {"fit": Demand(PLENTY, 100), "rest": "budgeted", "beta": 1.2}
+        found = fitted(profile, None, footprint, select="value-norm", **options)
+        assert 0 < len(found.candidates) < len(fitted(profile, None, footprint, **options).candidates)
+        for candidate in found.candidates:
+            decided(profile, None, candidate.recipe(Recipe.of(select="value-norm", **options)))
+
     def test_without_a_score_there_is_no_budget(self):
         """A pool cannot follow scores that are all 0."""
         profile, footprint = model([[1, 0.5, 0, 0]])
