@@ -31,6 +31,7 @@ from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.tokens import first_tokens, token_ids
 
+WIDTHS = {4: "4 bits", 3: "3 bits", "k3v2": "k3v2", 2: "2 bits"}  # of the table
 STEPS = {
     "0.1.0": "scheme of version 0.1.0",
     "+ sinks": "+ sinks",
@@ -45,7 +46,7 @@ def settings() -> dict[str, Quantization | None]:
     """The caches that are compared, by name."""
     quantizations: dict[str, Quantization | None] = {"unquantized": None}
     for scheme in ("kivi", "per-token"):
-        for bits in (8, 4, 3, 2):
+        for bits in (8, 4, 3, "k3v2", 2):
             base = Quantization(bits, scheme, sink=0, rotate="none", clip=False)
             steps = (
                 base,
@@ -105,10 +106,12 @@ def figures(windows: Mapping[str, Mapping[str, Mapping[str, float]]], name: str)
 
 def table(windows: Mapping[str, Mapping[str, Mapping[str, float]]], scheme: str) -> list[str]:
     """Lines of a Markdown table: divergence and perplexity by what a scheme has, and by bits; defaults are bold."""
-    lines, caches = ["| cache | 4 bits | 3 bits | 2 bits |", "|---|---|---|---|"], settings()
+    measured = {name for window in windows.values() for name in window}
+    widths = {bits: title for bits, title in WIDTHS.items() if f"{scheme} {bits} + sinks" in measured}
+    lines, caches = [f"| cache | {' | '.join(widths.values())} |", "|---" * (1 + len(widths)) + "|"], settings()
     for step, words in STEPS.items():
         cells = []
-        for bits in (4, 3, 2):
+        for bits in widths:
             cell = " / ".join(figures(windows, f"{scheme} {bits} {step}"))
             cells.append(f"**{cell}**" if caches[f"{scheme} {bits} {step}"] == Quantization(bits, scheme) else cell)
         lines.append(f"| {' | '.join([words, *cells])} |")

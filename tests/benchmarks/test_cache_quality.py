@@ -75,10 +75,21 @@ def test_the_documented_quality(name: str) -> None:
     windows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["windows"]
     for scheme in ("kivi", "per-token"):
         table = cache_quality.table(windows, scheme)
-        assert "".join(table).count("**") == 6  # a default for each width
+        widths = table[0].count("|") - 2
+        assert "".join(table).count("**") == 2 * widths  # a default for each width
     _, unquantized = cache_quality.figures(windows, "unquantized")
     assert unquantized in figures("docs/quantized-caches.md", f"results/{name}.json")
     assert all(window[f"kivi 8 {step}"]["kl"] < 0.00005 for window in windows.values() for step in ("0.1.0", "+ sinks"))
+
+
+@pytest.mark.parametrize(("scheme", "step"), [("kivi", "+ clipped ranges"), ("per-token", "+ both")])
+def test_values_of_2_bits_lose_less_than_keys(scheme: str, step: str) -> None:
+    """By the defaults of each width."""
+    windows = json.loads((ROOT / "benchmarks" / "results" / "cache-quality.json").read_text())["windows"]
+    three, pair, two = (float(cache_quality.figures(windows, f"{scheme} {bits} {step}")[0]) for bits in (3, "k3v2", 2))
+    assert three < pair <= 0.0135
+    assert pair < two / 3 + 0.0001
+    assert 1.35 <= pair / three <= 1.41
 
 
 @pytest.mark.parametrize(
