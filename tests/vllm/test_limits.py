@@ -87,7 +87,7 @@ REFUSED = {
     "quantized budgets": (settings({**BUDGETS, "quantization": TILES}), "quantized cache; convert without"),
     "budgets beside windows": (
         settings({**BUDGETS, "layers": [*BUDGETS["layers"][:1], NATIVE]}),
-        "no layer has a sliding window",
+        "no sliding window of the model",
     ),
     "budgets and n-grams": (
         settings(BUDGETS, speculative_config=SimpleNamespace(method="ngram")),
