@@ -309,7 +309,7 @@ def test_options_that_no_recipe_has(here, options, words):
         ((*BUDGETED, 9, "--hold", "--kv-bits", 4), "--kv-bits: heads with rolling budgets are quantized with the"),
         (
             ("--kv-bits", 4, "--kv-group-size", 3),
-            "--kv-group-size: the group size 3 of a quantized cache does not divide",
+            "--kv-group-size: the group size 3 does not divide",
         ),
         (("--kv-bits", 4, "--kv-group-size", 0), "group size 0"),
         (("--kv-bits", 8, "--kv-streaming"), "--kv-streaming is for windows of at least 512 tokens"),

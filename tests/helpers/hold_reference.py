@@ -69,7 +69,7 @@ class HoldReference:
         usual = decoder.config._attn_implementation
         decoder.config._attn_implementation = NAME
         for layer in decoder.layers:
-            if hasattr(layer, "self_attn"):
+            if getattr(layer, "self_attn", None) is not None:
                 layer.self_attn.hold_reference = self
         logits = []
         try:
