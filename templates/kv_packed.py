@@ -507,8 +507,8 @@ def _over_tiles(
             for plane in tl.static_range(side * V_SIDE, (side + 1) * V_SIDE):
                 codes = _codes(v, v_third, _place(plane, V_PLANES), V_BITS, ASM, V_RAW, dtype)
                 if GROUPS > 1 and not SPREAD:
-                    channel = plane // 2 * 2 * V_W + 2 * vw + plane % 2
-                    v_factor, v_zero = _group_scales(v_scales, tile, first + n, channel, vw < V_W, GROUPS, D, V_HALF)
+                    v_channel = plane // 2 * 2 * V_W + 2 * vw + plane % 2
+                    v_factor, v_zero = _group_scales(v_scales, tile, first + n, v_channel, vw < V_W, GROUPS, D, V_HALF)
                     codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
                 acc += (tl.dot(side_weights.to(dtype), codes, old_acc[plane] * fade[:, None], input_precision="ieee"),)
         top = new_top
@@ -516,17 +516,17 @@ def _over_tiles(
     safe_total = tl.where(total > 0, total, 1.0)
     tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe_total), LOWEST), m < G)
     for plane in tl.static_range(V_PLANES):
-        channel = plane // 2 * 2 * V_W + 2 * vw + plane % 2
+        v_channel = plane // 2 * 2 * V_W + 2 * vw + plane % 2
         plane_out = acc[plane]
         if V_RAW:  # in two steps: their product is more than a float holds
             plane_out = plane_out * 2.0**64 * 2.0 ** (69 - _raw_place(_place(plane, V_PLANES), V_BITS))
         plane_out += tl.sum(zeros[plane // V_SIDE], 1)[:, None]
         if SPREAD and GROUPS > 1:
             row_group = m // HEADS + plane // V_SIDE * (GROUPS // SIDES)
-            in_group = row_group[:, None] == (channel // (D // GROUPS))[None, :]
+            in_group = row_group[:, None] == (v_channel // (D // GROUPS))[None, :]
             plane_out = _head_sums(tl.where(in_group, plane_out, 0.0), HEADS, M)
         out = plane_out / safe_total[:, None]
-        tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < V_W)[None, :])
+        tl.store(partial_ptr + part[:, None] * D + v_channel[None, :], out, (m < G)[:, None] & (vw < V_W)[None, :])
 
 
 def options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple[int, dict]:
