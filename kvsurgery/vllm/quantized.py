@@ -26,15 +26,16 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
 def holds_codes(layout: KVLayout) -> bool:
     """Whether pages hold the tiles of these heads.
 
-    They do where all layers are quantized, with as many tokens in no tile, and none has a window of the model's own;
-    widths may differ. Others have not been shown to give the emitted model's tokens.
+    They do where all full heads are quantized, with the same sinks and residual, and no layer has a window of the
+    model's own; widths may differ. Others have not been shown to give the emitted model's tokens.
     """
     unpacked = {
-        layer.quantization and (layer.quantization.sink, layer.quantization.residual) for layer in layout.layers
+        layer.quantization and (layer.quantization.sink, layer.quantization.residual)
+        for layer in layout.layers
+        if layer.full
     }
     return (
         len(unpacked) == 1
         and None not in unpacked
-        and any(layer.full for layer in layout.layers)
         and not any(layer.native or layer.quantized_window or layer.source is not None for layer in layout.layers)
     )
