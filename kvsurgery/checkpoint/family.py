@@ -11,17 +11,17 @@ Every tensor that a patch lists must be in a checkpoint. Each layer has the tens
 `[numbers]` gives the count for a `*`. Exceptions are `lm_head.weight` if embeddings are tied, names with `**`, those of
 `unread` in `[copy]`, and those of `permute_if_present`, unless `[when]` lists them: by config key, patterns of the
 tensors that a model has if the key's value is true. `[only]` lists, by what `layer_types` calls layers, patterns of the
-tensors that no other layers have. `[experts]` gives the layers with experts, and the tensors that
-only layers with experts, or only layers without them, have. `[instead]` lists tensors that may replace another one.
+tensors that no other layers have. `[experts]` gives the layers with experts, and the tensors that only layers with
+experts, or only layers without them, have. `[instead]` lists tensors that may replace another one.
 
 In `[windows]`, `kind` is what `layer_types` calls layers without full attention, `size` the key of their window, and
 `layers` that of a list with a number for each layer, 0 where it has full attention. `[states]` gives the sizes of the
-states that layers have in place of a KV cache. `[full_attention]` has the config
-keys of dimensions that layers with full attention have of their own, and of the switch for layers without `v_proj`,
-whose values are made from the projected keys. `[parallel]` says where transformers' tensor parallelism does not split
-the heads, `[reform]` why REFORM does not cover a family. `[rope]` says whether layer types have RoPE of their own, and
-whether `rope_parameters` is their only spelling, `[sharing]` which config key counts the last layers that share the KV
-cache of earlier ones, `[modeling]` is what the emitted code says of the family.
+states that layers have in place of a KV cache. `[full_attention]` has the config keys of dimensions that layers with
+full attention have of their own, and of the switch for layers without `v_proj`, whose values are made from the
+projected keys. `[parallel]` says where transformers' tensor parallelism does not split the heads, `[reform]` why REFORM
+does not cover a family. `[rope]` says whether layer types have RoPE of their own, and whether `rope_parameters` is
+their only spelling, `[sharing]` which config key counts the last layers that share the KV cache of earlier ones,
+`[modeling]` is what the emitted code says of the family.
 
 In the patch of a model that reads images, `[text]` gives the possible families of its text model, and the prefixes of
 its tensors; everything about heads then comes from this family, and is read from `text_config`. A text model that

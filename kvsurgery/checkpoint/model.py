@@ -9,8 +9,9 @@ from typing import Any
 from kvsurgery.checkpoint.experts import EXPERTS
 from kvsurgery.checkpoint.family import load_family, load_module, supported
 from kvsurgery.checkpoint.headers import Tensor
-from kvsurgery.checkpoint.model_attention import ModelAttention, matches
+from kvsurgery.checkpoint.model_attention import ModelAttention
 from kvsurgery.checkpoint.patch import Experts, Module
+from kvsurgery.checkpoint.patterns import matches
 from kvsurgery.checkpoint.quantization import Quantization
 from kvsurgery.checkpoint.role import Role
 from kvsurgery.errors import UnsupportedModel

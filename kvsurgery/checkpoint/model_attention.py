@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.patch import FULL_ATTENTION
+from kvsurgery.checkpoint.patterns import matches
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.templates.kv_layout import text_config
@@ -256,8 +256,3 @@ class ModelAttention:
         if type(value) is not int or not 0 < value <= maximum:
             raise UnsupportedModel(f"config.json: {key} is {value!r}, not a number between 1 and {maximum}")
         return value
-
-
-def matches(part: str, patterns: Iterable[str]) -> bool:
-    """Whether a tensor's name is one of some patterns."""
-    return any(fnmatchcase(part, pattern) for pattern in patterns)

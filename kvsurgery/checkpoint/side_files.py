@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from blake3 import blake3
 
 from kvsurgery.checkpoint.files import FileState, check_link, file_state, file_status, reading
+from kvsurgery.checkpoint.patterns import matches
 from kvsurgery.errors import CheckpointError, cut
 
 LEFT_OUT_FOLDERS = (
@@ -113,11 +113,6 @@ def side_files(
 
 def _is_kept(folder: Path, name: str, base: str) -> bool:
     return matches(base, KEPT) and file_status(folder / name).st_size <= MAX_KEPT_BYTES
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name matches one of the patterns; `*` spans slashes."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def survey(folder: Path) -> dict[str, FileState]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
 from kvsurgery.checkpoint.headers import MAX_HEADER_BYTES
+from kvsurgery.checkpoint.patterns import matches
 from kvsurgery.checkpoint.side_code import SIDE_CONFIGS
-from kvsurgery.checkpoint.side_files import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS, matches
+from kvsurgery.checkpoint.side_files import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS
 from kvsurgery.checkpoint.source import ADAPTER_CONFIG, CONFIG, INDEX, SINGLE
 from kvsurgery.errors import HubError, KVSurgeryError
 from kvsurgery.hub.errors import explained, no_such_folder

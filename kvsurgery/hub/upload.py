@@ -11,7 +11,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from kvsurgery.checkpoint.side_files import matches
+from kvsurgery.checkpoint.patterns import matches
 from kvsurgery.errors import HubError, Mismatch
 from kvsurgery.hub.errors import explained
 
