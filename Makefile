@@ -46,7 +46,7 @@ real-short: .venv/ready
 	rm -rf real
 	unset OMP_NUM_THREADS; .venv/bin/python examples/tour.py smollm2 real --short
 
-# the same on a model ten times as large (1.1 GB); give it an hour, a free core and 16 GB of memory
+# the same on a model ten times as large (1.1 GB), which took half an hour beside other work
 real-large: .venv/ready
 	rm -rf real
 	unset OMP_NUM_THREADS; .venv/bin/python examples/tour.py qwen2.5-coder-1.5b real --short
@@ -66,7 +66,7 @@ test-fast: .venv/ready
 # what a checkpoint's users have may be older: how models of other versions of transformers call the emitted code, and on
 # the oldest all else that loads models or asks the Hub, but for what torch alone decides, which is the same with each
 CALLED = emit conversion/test_logits.py $(patsubst %,templates/test_%.py,adapters doors exactness gather generation images sinks states)
-COMMANDS = bench compute convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream
+COMMANDS = bench compute compute_families convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream
 REST = distributed/test_tensor_parallel.py bench evaluate/test_decoding.py test_hub.py $(COMMANDS:%=cli/test_%.py)
 REST += $(patsubst %,templates/test_%.py,budgeted chunked_attention encode hold kv_cache quantized)
 TORCH_ONLY = any_operations or every_family_equals or quantized_twice or every_way_in or tile_by_tile or minutes_decide
