@@ -100,7 +100,7 @@ class Facts:
         windows: per layer, the model's own sliding window in tokens, 0 without a KV cache and None for full attention.
         shared: layers that share the KV cache of an earlier one.
         chunked: whether a token sees its own chunk instead of a window.
-        states: bytes of a sequence's states in layers with linear attention, in 16 bit; not in `kv_bytes`.
+        states: bytes of a sequence's states in layers without a KV cache, in 16 bit; not in `kv_bytes`.
         context: positions of the model.
         rope: its rotary embedding, as transformers 5 spells it.
         parameters: by dtype; empty where there are no safetensors weights.

@@ -64,8 +64,8 @@ class CacheTrial:
         self.prompt = prompt
         self.outputs: list[Any] = []  # of each layer with an unchanged cache
         self.states: dict[int, KeysValues] = {}
-        # of linear attention: the last inputs of a convolution, and a recurrent state
-        self.linear_states: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        # of layers without a KV cache: the last inputs of a convolution, and a recurrent state
+        self.layer_states: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._read_prompt(None)
         modules = decoder_of(model).layers
         hooks = [module.register_forward_hook(lambda *call: self.outputs.append(call[-1])) for module in modules]
@@ -128,7 +128,7 @@ class CacheTrial:
         with intercepted(self.model, partial(self._record, changes=changes), masks=False):
             kept = last_token(self.tokens)
             self.model(self.tokens, use_cache=bool(with_states), logits_to_keep=kept, **options)
-        self.linear_states = {
+        self.layer_states = {
             place: (layer.conv_states[0], layer.recurrent_states[0]) for place, layer in with_states.items()
         }
 
@@ -137,7 +137,7 @@ class CacheTrial:
         rows = len(changes)
         positions = torch.arange(self.prompt, self.prompt + count, device=self.model.device)[None]
         attend = partial(self._attend, changes=changes.to(self.model.device))
-        options = {CACHE: self._cache_of_states(rows)} if self.linear_states else {}
+        options = {CACHE: self._cache_of_states(rows)} if self.layer_states else {}
         with torch.no_grad(), intercepted(self.model, attend, masks=False), self._resumed(first_layer, rows, count):
             logits = self.model(
                 self.following[:, :count].expand(rows, -1),
@@ -148,9 +148,9 @@ class CacheTrial:
         return logits.float().log_softmax(-1)
 
     def _cache_of_states(self, rows: int) -> DynamicCache:
-        """A stock cache of `rows` rows with the states of linear attention after the prompt, and no keys and values."""
+        """A stock cache of `rows` rows with the layers' states after the prompt, and no keys and values."""
         cache = DynamicCache(config=self.model.config)
-        for layer, (convolution, recurrence) in self.linear_states.items():
+        for layer, (convolution, recurrence) in self.layer_states.items():
             cache.update_conv_state(convolution.expand(rows, *convolution.shape[1:]), layer)
             if recurrence is not None:
                 cache.update_recurrent_state(recurrence.expand(rows, *recurrence.shape[1:]), layer)

@@ -52,8 +52,7 @@ def mixed_attention(
     """Inside, a KV head of gate a gives a * full + (1 - a) * streaming attention. Inputs have no padding.
 
     Layers with a window of their own keep it, and layers that share a KV cache share its gates. Memory is linear in the
-    tokens. Gradients reach the gates, and have to be
-    taken inside.
+    tokens. Gradients reach the gates, and have to be taken inside.
 
     Args:
         gates: [gated layers, kv_heads]; None: the model as it is.

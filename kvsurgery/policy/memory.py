@@ -47,7 +47,7 @@ class Footprint:
         hidden: width of the hidden state.
         inner: elements that the MLP of one token holds at once.
         vocabulary: tokens that have logits.
-        states: bytes of a sequence's states in layers with linear attention.
+        states: bytes of a sequence's states in layers without a KV cache.
         sliding: as `model`, of layers with a sliding window; None where they have the same.
         positions: that the model was made for; None where its config does not say.
     """
@@ -127,7 +127,7 @@ class Footprint:
         the result merge in float32, and a block of tiles lies there dequantized. Logits are copied to float32.
 
         Not counted: what does not grow with the model, such as masks on a CPU, and what is not the model's, such as a
-        CUDA context and an allocator's gaps. Nor is what linear attention computes with, beside its states.
+        CUDA context and an allocator's gaps. Nor is what layers with states compute with, beside these.
 
         Args:
             batch, context: sequences, and tokens of each.

@@ -270,7 +270,7 @@ def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> lis
 
 
 def _unconverted_layer(place: int, blocks: int, model: ModelLayers) -> LayerLayout:
-    """A layer with linear attention, a window of its own or the KV cache of an earlier one, in this many blocks."""
+    """A layer without a KV cache, with a window of its own or the KV cache of an earlier one, in this many blocks."""
     window, layer_dimensions = model.windows[place], model.sliding or model.dimensions
     if place in model.sources:
         return LayerLayout((), 0, 1, source=model.sources[place])

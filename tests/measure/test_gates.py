@@ -204,7 +204,7 @@ def test_layers_that_share_a_cache_share_its_gates(family):
 
 
 @pytest.mark.parametrize("family", WITH_STATES)
-def test_layers_with_linear_attention_have_no_gates(family):
+def test_layers_with_states_have_no_gates(family):
     measured = measured_model(stock(family))
     mix = random_gates(measured)
     assert mix.shape == (2, 4)
