@@ -44,6 +44,10 @@ class Widths(NamedTuple):
         """The reverse of `of`."""
         return self.keys if self.keys == self.values else f"k{self.keys}v{self.values}"
 
+    def fill_words(self, head_dim: int) -> bool:
+        """Whether the codes of a head of this size fill whole words of two bytes, in which kernels load them."""
+        return not any(head_dim * width % 16 for width in self)
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -142,7 +146,7 @@ class Quantization:
             raise ValueError(f"whether a quantized cache clips ranges is true or false, got {self.clip!r}")
         if self.rotate not in ROTATIONS:
             raise ValueError(f"a quantized cache rotates {', '.join(ROTATIONS)}, got {self.rotate!r}")
-        if any(head_dim * width % 16 for width in self.widths):  # the kernels load codes in words of two bytes
+        if not self.widths.fill_words(head_dim):
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         if type(self.streaming) is not bool:
             raise ValueError(f"whether streaming heads are quantized is true or false, got {self.streaming!r}")

@@ -22,15 +22,8 @@ from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.profile.cache_losses import (
-    MEASURED_WIDTHS,
-    STREAMING_CACHE,
-    CacheLosses,
-    Combination,
-    WholeCacheLoss,
-    fills_words,
-)
-from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.profile.cache_losses import MEASURED_WIDTHS, STREAMING_CACHE, CacheLosses, Combination, WholeCacheLoss
+from kvsurgery.templates.kv_layout import Quantization, Widths
 from kvsurgery.version import TOOL
 
 EIGHTHS = 2, 4, 6, 7, 8  # of all heads that stream together; the last ones lose most
@@ -168,7 +161,7 @@ class _Measuring:
     ):
         self.measured, self.layers, self.sizes, self.mesh = measured, layers, sizes, mesh
         self.shape = measured.dimensions.layers, measured.dimensions.kv_heads
-        self.widths = [bits for bits in MEASURED_WIDTHS if fills_words(bits, measured.dimensions.head_dim)]
+        self.widths = [bits for bits in MEASURED_WIDTHS if Widths.of(bits).fill_words(measured.dimensions.head_dim)]
         self.caches: list[Quantization | Window] = [
             quantization for bits in self.widths for quantization in _quantizations(bits)
         ]

@@ -22,7 +22,7 @@ from kvsurgery.heads.kinds import Rest
 from kvsurgery.policy.budgets import allocate_budgets
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.tensor_parallel import arrange
-from kvsurgery.profile.cache_losses import STREAMING_CACHE, CacheLosses, fills_words
+from kvsurgery.profile.cache_losses import STREAMING_CACHE, CacheLosses
 from kvsurgery.profile.full_heads import ranked_heads
 from kvsurgery.profile.methods import MAX_BUDGET
 from kvsurgery.recipe import Recipe
@@ -269,7 +269,7 @@ def quantizations(cache: Cache, head_dim: int, widths: Iterable[int | str]) -> l
     """
     result: list[Quantization | None] = [None]
     for bits in widths:
-        if fills_words(bits, head_dim):
+        if Widths.of(bits).fill_words(head_dim):
             width_cache = replace(cache, bits=bits)
             width_cache.check_quantization(head_dim)
             result.append(width_cache.quantization)

@@ -16,7 +16,7 @@ from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile, check_model
 from kvsurgery.profile.origin import ModelOrigin
 from kvsurgery.profile.tensor_file import Kind, TensorFile, read
-from kvsurgery.templates.kv_layout import ROTATIONS, Quantization, Widths
+from kvsurgery.templates.kv_layout import ROTATIONS, Quantization
 
 STREAMING_CACHE = "streaming"
 MEASURED_WIDTHS = (8, 4, 3, "k3v2", 2)
@@ -232,11 +232,6 @@ class CacheLosses(TensorFile):
 
     def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return {**self.KIND.metadata, "content": json.dumps(self.facts, sort_keys=True)}, dict(self.heads)
-
-
-def fills_words(bits: int | str, head_dim: int) -> bool:
-    """Whether codes of heads of this size fill whole words of two bytes, as a quantized cache needs it."""
-    return not any(head_dim * width % 16 for width in Widths.of(bits))
 
 
 def _bits(name: str) -> int | str:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvsurgery.heads.dimensions import ModelDimensions
-from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss, fills_words
-from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss
+from kvsurgery.templates.kv_layout import Quantization, Widths
 
 MODEL = ModelDimensions(layers=2, query_heads=6, kv_heads=3, head_dim=16)
 WHOLE: dict[int | str, float] = {
@@ -31,7 +31,7 @@ def losses(
     random, shape = np.random.default_rng(seed), (model.layers, model.kv_heads)
     windows = tuple(windows or [None] * model.layers)
     full = np.array([[window is None] for window in windows])
-    widths = [bits for bits in measured if fills_words(bits, model.head_dim)]
+    widths = [bits for bits in measured if Widths.of(bits).fill_words(model.head_dim)]
     settings = {}
     for bits in widths:
         some = (("values", False, 2), ("values", True, 4), ("both", False, 1), ("both", True, 3))
