@@ -273,7 +273,7 @@ def test_tiles_take_what_the_config_predicts(shape: str, quantization: str, shar
     peak, decoding = held(plan, LONG)
     tokens = LONG + NEW
     ideal = layout.kv_bytes(1, tokens)
-    assert decoding * block == pytest.approx(ideal, rel=0.03)
+    assert decoding * block == pytest.approx(ideal, rel=0.04)
     assert decoding <= groups.blocks(tokens) <= decoding + len(plan.kv_cache_groups)
     assert peak <= groups.blocks(LONG, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
 
