@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from transformers.utils import logging
 from benchmarks.peers.held import held_bytes
 from benchmarks.provenance import record_versions
 from benchmarks.real_model.models import converted, stock
+from benchmarks.real_model.reused import ReusedOutputs
 from benchmarks.real_model.trials import Prompt, answered_correctly, asked_at_end, continued, prompts
 from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
@@ -250,8 +252,10 @@ def answers(
     """
     model, results = contender.load(arguments.model, arguments.device), {"right": [], "kl": [], "nats": []}
     results |= {"kv_bytes": []} | ({"right_at_end": []} if arguments.at_end else {})
+    reused = ReusedOutputs(arguments.reuse) if arguments.reuse else None
     for number, prompt in enumerate(texts):
-        cache = read(contender, model, prompt)
+        with reused.reading(model, prompt.text) if reused else nullcontext():
+            cache = read(contender, model, prompt)
         results["kv_bytes"].append(held_bytes(cache, widest=2))
         results["right"] += map(int, answered_correctly(model, cache, prompt))
         if arguments.at_end:
@@ -283,7 +287,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=13, help="texts with facts")
     parser.add_argument("--new", type=int, default=96, help="tokens after each that are predicted")
     parser.add_argument("--at-end", action="store_true", help="also ask each question at the end of the text")
-    parser.add_argument("--only", action="append", help="caches by name, beside the original")
+    parser.add_argument(
+        "--reuse", type=Path, metavar="DIR", help="keep the MLPs' outputs for the texts there, for all caches and runs"
+    )
+    parser.add_argument("--only", action="append", help="caches by name, in this order, after the original")
     parser.add_argument("--device", default="cpu", help="where models run, such as cuda")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
@@ -300,11 +307,11 @@ def main() -> None:
         parser.error(f"{arguments.json} was measured with {report['settings']}; give it another name")
     report["places"] = [place for prompt in texts for place in prompt.places]
     results, original_logs = report.setdefault("results", {}), []
-    selected = [
-        contender
-        for contender in contenders(arguments.measured, arguments.profile)
-        if contender.name in (ORIGINAL, *(arguments.only or [contender.name]))
-    ]
+    by_name = {contender.name: contender for contender in contenders(arguments.measured, arguments.profile)}
+    names = [ORIGINAL, *arguments.only] if arguments.only else [*by_name]
+    if unknown := [name for name in names if name not in by_name]:
+        parser.error(f"there is no cache {unknown[0]!r}; there are {', '.join(map(repr, by_name))}")
+    selected = [by_name[name] for name in names]
     for contender in selected:
         if contender.name in results and contender.name != ORIGINAL:
             continue
