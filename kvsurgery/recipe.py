@@ -118,12 +118,19 @@ class Recipe:
             options |= vars(self.devices)
         if others:
             options |= {"group_reduce": self.heads.group_reduce, **vars(others)}
+        if self.heads.head_unit > 1:
+            options["head_unit"] = self.heads.head_unit
         if self.cache:
             options |= {f"kv_{name}": value for name, value in vars(self.cache).items()}
         for name in ("quantized", "kernels"):
             if getattr(self.code, name) != getattr(Code, name):
                 options[name] = getattr(self.code, name)
         return options
+
+    @property
+    def run(self) -> int:
+        """Full heads come in multiples of it in every layer."""
+        return self.heads.head_unit * (1 if self.devices.tp_uneven else self.devices.tp)
 
     def stated(self, name: str) -> str:
         """The fields of a table that differ from their defaults, as errors name them."""

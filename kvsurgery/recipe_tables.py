@@ -37,15 +37,20 @@ class Heads:
         threshold: instead, heads with this score or more are full; from 0 to the largest score that a method gives.
         full_heads: instead, the number of full heads over the model.
         group_reduce: how the scores of a group's query heads become the score of their KV head.
+        head_unit: KV heads of a layer that stay side by side and are full together, by their mean score: 2 where two
+            heads share a block of quantized weights.
     """
 
     sparsity: float | None = None
     threshold: float | None = None
     full_heads: int | None = None
     group_reduce: Literal["mean", "max"] = "mean"
+    head_unit: int = 1
 
     def __post_init__(self) -> None:
         check_types(self, "heads.")
+        if self.head_unit < 1:
+            raise PolicyError(f"`heads.head_unit` must be 1 or more, got {self.head_unit}")
         if len(self.chosen) > 1:
             names = quoted(f"heads.{name}" for name in self.chosen)
             raise PolicyError(f"{names} exclude each other; give one")

@@ -33,7 +33,7 @@ def recipes(draw):
     rest = draw(st.sampled_from([None, "streaming", "budgeted"]))
     values = {"rest": rest, "profiles": tuple(draw(st.lists(TEXT, max_size=2))), "tp": draw(TOKENS)}
     values |= {"tp_uneven": draw(st.booleans()), "group_reduce": draw(st.sampled_from(["mean", "max"]))}
-    values |= {"ignore_model_code": draw(st.booleans())}
+    values |= {"ignore_model_code": draw(st.booleans()), "head_unit": draw(st.integers(1, 9))}
     if rest == "streaming":
         values |= {"sink": draw(st.integers(0, 99)), "recent": draw(st.integers(1, 1 << 29))}
     sizes = {name: draw(maybe(TOKENS)) for name in ("chunk", "keep", "query_length")}
@@ -90,6 +90,7 @@ def test_a_file_is_what_one_would_write():
 [heads]
 full_heads = 6
 group_reduce = "mean"
+head_unit = 1
 
 [streaming]
 sink = 64

@@ -48,6 +48,11 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
             click.Choice(["mean", "max"]),
             "How the scores of a group's query heads become the score of their KV head.",
         ),
+        "head_unit": (
+            int,
+            "Number of neighboring KV heads that are full together and stay side by side: 2 where two heads share a "
+            "block of quantized weights.",
+        ),
     },
     CACHE: {
         "sink": (Tokens(), "Number of first tokens that a streaming head keeps.", basic),

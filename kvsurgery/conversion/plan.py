@@ -243,14 +243,18 @@ def _permute(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int, or
             return unmoved(tensor)
         if axis == 0:
             inner = columns
-    blocks: list[int] = []
-    for length in _head_lengths(role.shape[axis], model):
-        if length * inner % per:
-            raise UnsupportedModel(
-                f"{tensor.name!r}: {length * inner} numbers belong to a KV head, and {per} share an element, "
-                f"so heads cannot be moved without quantizing the weights again; {ORIGINAL}"
-            )
-        blocks.append(element * int(length * inner / per))
+    elements = [Fraction(length * inner) / per for length in _head_lengths(role.shape[axis], model)]
+    unit = math.lcm(*(share.denominator for share in elements))
+    if not _moves_units(order, unit):
+        share = max(elements, key=lambda share: share.denominator)
+        unit = model.kv_heads if model.kv_heads % unit else unit
+        raise UnsupportedModel(
+            f"{tensor.name!r}: {share * per} numbers belong to a KV head, and {per} share an element, "
+            f"so single heads cannot be moved without quantizing the weights again; set `heads.head_unit` to {unit}, "
+            f"which keeps {unit} together, or {ORIGINAL}"
+        )
+    blocks = [element * int(unit * share) for share in elements]
+    order = tuple(source // unit for source in order[::unit])
     if axis > 0:
         return Move((Run(0, 0, tensor.size),), _column_shuffle(blocks, order))
     runs: list[Run] = []
@@ -262,6 +266,12 @@ def _permute(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int, or
         runs += (Run(base + source * block, base + place * block, block) for source, place in enumerate(places))
         base += block * len(order)
     return Move(_coalesce(runs))
+
+
+def _moves_units(order: Sequence[int], unit: int) -> bool:
+    """Whether `unit` neighbors, counted from the first head, are neighbors in an order as well."""
+    runs = [order[start : start + unit] for start in range(0, len(order), unit)]
+    return all(run == tuple(range(run[0], run[0] + unit)) and run[0] % unit == 0 for run in runs)
 
 
 def _column_shuffle(blocks: Sequence[int], order: Sequence[int]) -> ColumnShuffle:

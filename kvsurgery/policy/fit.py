@@ -13,7 +13,7 @@ from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import Policy
 from kvsurgery.policy.prices import ERRORS, Candidate, Prices, mean_budgets, quantizations
 from kvsurgery.profile.cache_losses import CacheLosses
-from kvsurgery.profile.full_heads import kv_scores
+from kvsurgery.profile.full_heads import kv_scores, ranked_heads, unit_scores
 from kvsurgery.recipe import Cache, Demand, Recipe
 from kvsurgery.system.sizes import size
 
@@ -86,8 +86,6 @@ def fit(recipe: Recipe, evidence: Evidence, model: ModelLayers, footprint: Footp
     if not scores.any():
         raise PolicyError("every score of this profile is 0, so no policy is better than another; use another profile")
 
-    # a strict layout has this many full heads at a time
-    run = 1 if recipe.devices.tp_uneven else recipe.devices.tp
     streaming, losses = base_recipe.streaming, evidence.losses
     if streaming is None:
         losses = None
@@ -98,7 +96,8 @@ def fit(recipe: Recipe, evidence: Evidence, model: ModelLayers, footprint: Footp
         )
     cache_quantizations = quantizations(cache, footprint.model.head_dim, ERRORS if losses is None else losses.settings)
     stored_windows = [0 if layer in model.sources else window for layer, window in enumerate(model.windows)]
-    prices = Prices(footprint, demand, stored_windows, scores, cache_quantizations, run, losses)
+    ranking = ranked_heads(unit_scores(scores, recipe.heads.head_unit), recipe.run)
+    prices = Prices(footprint, demand, stored_windows, scores, cache_quantizations, ranking, recipe.run, losses)
     budget_scores = kv_scores(evidence.budget_scores or profile, recipe.heads.group_reduce, model.sources)[
         model.eligible
     ]

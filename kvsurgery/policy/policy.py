@@ -21,7 +21,7 @@ from kvsurgery.policy.layer_bits import with_layer_bits
 from kvsurgery.policy.measured import measured_cache
 from kvsurgery.policy.tensor_parallel import arrange, check_blocks
 from kvsurgery.profile.cache_losses import CacheLosses
-from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores
+from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores, unit_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import MAX_BUDGET, SCORE_METHODS
 from kvsurgery.recipe import AUTO, Recipe, default
@@ -56,9 +56,9 @@ class Policy:
     def of(cls, recipe: Recipe, evidence: Evidence, model: ModelLayers) -> Policy:
         """Choose the full heads: N of the highest scores, then the earlier layer, then the earlier head.
 
-        With several blocks, every layer has a multiple of `tp` full heads: their number is rounded to such a multiple
-        over the model, halves up, and of all choices of that many heads the one with the largest sum of scores is
-        taken. Without scores every head stays full, in a cache that may be quantized.
+        With several blocks, or units of several heads, every layer has a multiple of `Recipe.run` full heads: their
+        number is rounded to such a multiple over the model, halves up, and of all choices of that many heads the one
+        with the largest sum of scores is taken. Without scores every head stays full, in a cache that may be quantized.
 
         Args:
             recipe: what is asked for, but a demand. Sparsity S of the N KV heads in full-attention layers makes exactly
@@ -77,12 +77,12 @@ class Policy:
             recipe = _completed(recipe, evidence)
         else:
             scores = kv_scores(evidence.scores, recipe.heads.group_reduce, model.sources)
+            scores = unit_scores(scores, recipe.heads.head_unit)
             _check_threshold(recipe.heads.threshold, evidence.scores.method)
             recipe = _completed(recipe, evidence)
             mask = asked_mask = full_mask(scores, model.eligible, recipe.heads.chosen or {"full_heads": 0})
-            tp = recipe.devices.tp
-            if tp > 1 and not recipe.devices.tp_uneven:
-                mask = best_heads(scores, model.eligible, (2 * int(asked_mask.sum()) + tp) // (2 * tp), tp)
+            if (run := recipe.run) > 1:
+                mask = best_heads(scores, model.eligible, (2 * int(asked_mask.sum()) + run) // (2 * run), run)
         layers = _layers(mask, _budgets(mask, evidence.budget_scores, model, recipe), recipe)
         layout = _layout(layers, model, recipe, evidence.losses)
         return cls(layout, recipe, _options(recipe, evidence), rounded=int(mask.sum() - asked_mask.sum()))
@@ -194,6 +194,18 @@ def _check_model(model: ModelLayers, recipe: Recipe) -> None:
         raise PolicyError("no layer of this model has full attention; there is nothing to convert")
     for layer_dimensions in (model.dimensions, model.sliding or model.dimensions):
         check_blocks(recipe.devices.tp, layer_dimensions.kv_heads)
+    _check_unit(recipe, model.dimensions.kv_heads)
+
+
+def _check_unit(recipe: Recipe, kv_heads: int) -> None:
+    """Raise PolicyError where heads do not come in such units, in each block."""
+    unit, tp = recipe.heads.head_unit, recipe.devices.tp
+    if kv_heads // tp % unit:
+        raise PolicyError(
+            f"`heads.head_unit` must divide the {kv_heads // tp} KV heads of a layer and process, got {unit}"
+        )
+    if unit > 1 and tp > 1 and (recipe.budgeted or recipe.devices.tp_uneven):
+        raise PolicyError("`heads.head_unit` with `devices.tp` is for streaming heads without `devices.tp_uneven`")
 
 
 def _layout(layers: Sequence[LayerLayout], model: ModelLayers, recipe: Recipe, losses: CacheLosses | None) -> KVLayout:

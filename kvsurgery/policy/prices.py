@@ -23,7 +23,6 @@ from kvsurgery.policy.budgets import allocate_budgets
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.tensor_parallel import arrange
 from kvsurgery.profile.cache_losses import STREAMING_CACHE, CacheLosses
-from kvsurgery.profile.full_heads import ranked_heads
 from kvsurgery.profile.methods import MAX_BUDGET
 from kvsurgery.recipe import Recipe
 from kvsurgery.recipe_tables import MAX_TOKENS, Cache, Demand
@@ -82,6 +81,7 @@ class Prices:
 
     Args:
         scores: float32 [layers, kv_heads], of layers with full attention.
+        ranking: the heads as `decide` ranks them, by their index in the flattened scores.
         run: full heads come in multiples of it in every layer.
         losses: measured losses; without them, the scores are all that is known.
     """
@@ -93,6 +93,7 @@ class Prices:
         windows: Sequence[int | None],
         scores: np.ndarray,
         quantizations: Sequence[Quantization | None],
+        ranking: np.ndarray,
         run: int,
         losses: CacheLosses | None,
     ):
@@ -100,8 +101,7 @@ class Prices:
         self.scores, self.heads, self.run = scores, scores.size, run
         # processes that hold different heads
         self.shares = scores.shape[1] // footprint.model.kv_heads
-        # as `decide` ranks them
-        self.ranking = ranked_heads(scores, run)
+        self.ranking = ranking
         self.score_sums = self._sums(scores)
         full_attention = [window is None for window in windows]
         # by cache, of the first heads of the ranking

@@ -86,6 +86,12 @@ def ranked_heads(scores: np.ndarray, size: int = 1) -> np.ndarray:
     return places.reshape(-1, size)[np.argsort(-sums, axis=None, kind="stable")].ravel()
 
 
+def unit_scores(scores: np.ndarray, unit: int) -> np.ndarray:
+    """[layers, kv_heads]: in place of the scores of `unit` neighbors, their mean, so that they are chosen together."""
+    means = scores.reshape(len(scores), -1, unit).mean(-1, dtype=np.float64)
+    return means.astype(scores.dtype).repeat(unit, axis=1)
+
+
 def kv_scores(
     profile: HeadProfile, reduce: Literal["mean", "max"] = "mean", sources: Mapping[int, int] | None = None
 ) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ SMALL = LARGE | {"head_dim": 64}
 SCORES = np.float32([[0, 1, 0, 1], [1, 0, 0, 1]])  # so that heads move in both layers
 
 
-def convert_half(source: Path, out: Path, **options: Any) -> Converted:
-    return convert_folder(source, out, replace(random_profile(source), scores=SCORES), sparsity=0.5, **options)
+PAIRS = np.float32([[0, 0, 1, 1], [0, 0, 0, 1]])  # so that pairs of heads do
+
+
+def convert_half(source: Path, out: Path, scores: np.ndarray = SCORES, **options: Any) -> Converted:
+    return convert_folder(source, out, replace(random_profile(source), scores=scores), sparsity=0.5, **options)
 
 
 def moved(matrix: torch.Tensor, axis: int, heads: int, order: list[int]) -> torch.Tensor:
@@ -49,11 +53,11 @@ def moved(matrix: torch.Tensor, axis: int, heads: int, order: list[int]) -> torc
     return blocks.index_select(axis, torch.tensor(order)).flatten(axis, axis + 2)
 
 
-def expected(before: dict[str, torch.Tensor], orders: list[list[int]]) -> dict[str, torch.Tensor]:
+def expected(before: dict[str, torch.Tensor], orders: list[list[int]], query: int = QUERY) -> dict[str, torch.Tensor]:
     result = dict(before)
     for layer, order in enumerate(orders):
         place = f"model.layers.{layer}.self_attn."
-        for name, axis, heads in (("q", 0, QUERY), ("k", 0, KV), ("v", 0, KV), ("o", 1, QUERY)):
+        for name, axis, heads in (("q", 0, query), ("k", 0, KV), ("v", 0, KV), ("o", 1, query)):
             if (key := f"{place}{name}_proj") in result:
                 result[key] = moved(result[key], axis, heads, order)
             if (key := f"{place}{name}_proj.bias") in result and name != "o":
@@ -189,24 +193,42 @@ def test_published_gpt_oss(tmp_path: Path) -> None:
     assert all("self_attn" in name for name in changed)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("fp8-block", SMALL),  # two KV heads in a block of 128 rows
-        ("compressed-int4", SMALL | {"num_attention_heads": 4, "head_dim": 32}),  # a head of 32 columns in groups of 64
-        ("gptq-4", SMALL | {"num_attention_heads": 4, "head_dim": 32}),
-        ("compressed-nvfp4", SMALL | {"num_attention_heads": 4, "head_dim": 24}),
-        ("bitsandbytes-nf4", SMALL | {"num_attention_heads": 4, "head_dim": 32, "intermediate_size": 128}),
-        # rows of 768 numbers, and 16,384 share a scale of scales
-        ("bitsandbytes-fp4-nested", LARGE | {"head_dim": 96}),
-    ],
-)
-def test_heads_that_share_an_element_are_refused(tmp_path: Path, name: str, shape: dict[str, int]) -> None:
-    source = make("llama", tmp_path / "source", **shape)
+# how many heads have to stay together, and the shape where they do
+SHARED = {
+    "fp8-block": (2, SMALL),  # two KV heads in a block of 128 rows
+    "compressed-int4": (2, SMALL | {"num_attention_heads": 4, "head_dim": 32}),  # 32 columns in groups of 64
+    "gptq-4": (2, SMALL | {"num_attention_heads": 4, "head_dim": 32}),
+    "compressed-nvfp4": (2, SMALL | {"num_attention_heads": 4, "head_dim": 24}),
+    "bitsandbytes-nf4": (2, SMALL | {"num_attention_heads": 4, "head_dim": 32, "intermediate_size": 128}),
+    # rows of 768 numbers, and 16,384 share a scale of scales: only whole layers are full
+    "bitsandbytes-fp4-nested": (4, LARGE | {"head_dim": 96}),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_heads_that_share_an_element_are_refused_or_stay_together(tmp_path: Path, name: str) -> None:
+    least, shape = SHARED[name]
+    source, out, back = (tmp_path / folder for folder in ("source", "out", "back"))
+    make("llama", source, **shape)
     quantize(source, name)
-    with pytest.raises(UnsupportedModel, match="share an element"):
-        convert_half(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    unit = 1
+    while unit < least:
+        with pytest.raises(UnsupportedModel, match="share an element") as caught:
+            convert_half(source, out, PAIRS, head_unit=unit)
+        assert not out.exists()
+        stated = re.search(r"`heads.head_unit` to (\d)", str(caught.value))
+        assert stated is not None
+        assert unit < int(stated[1]) <= least
+        unit = int(stated[1])
+    converted = convert_half(source, out, PAIRS, head_unit=unit)
+    orders = provenance(out)["permutation"]
+    assert orders == ([[2, 3, 0, 1]] * 2 if unit == 2 else [[0, 1, 2, 3]] * 2)
+    assert_same(matrices(out, name), expected(matrices(source, name), orders, shape["num_attention_heads"]))
+    assert provenance(out)["options"]["head_unit"] == unit
+    assert [layer.full for layer in converted.policy.layers] == ([2, 2] if unit == 2 else [4, 0])
+    verify(out, source)
+    revert(out, back)
+    assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def change(source: Path, settings: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:

@@ -91,6 +91,44 @@ def test_every_head_has_one_place_in_blocks_of_equal_size(case, data, uneven):
         assert -blocks < 2 * policy.rounded <= blocks
 
 
+@given(cases(), st.data(), st.booleans())
+def test_neighbors_of_a_unit_are_full_together_and_stay_side_by_side(case, data, has_budgets):
+    made, windows, blocks = case
+    heads = made.model.kv_heads
+    tp = 1 if has_budgets else blocks
+    unit = data.draw(st.sampled_from([size for size in range(1, heads // tp + 1) if heads // tp % size == 0]))
+    count = data.draw(st.integers(0, windows.count(None) * heads))
+    others = {"rest": "budgeted", "budget": 9, "window": 2} if has_budgets else {"sink": 3, "recent": 5}
+    policy = decided(made, windows, full_heads=count, tp=tp, head_unit=unit, **others)
+    for layer in policy.layers:
+        runs = [layer.order[start : start + unit] for start in range(0, heads, unit)]
+        assert all(run == tuple(range(run[0], run[0] + unit)) and run[0] % unit == 0 for run in runs)
+        assert all(full % unit == 0 for full, _ in layer.blocks)
+    assert policy.full == count + policy.rounded
+    assert -unit * tp < 2 * policy.rounded <= unit * tp
+    full, scores = masks(policy), made.scores.reshape(len(windows), -1, unit).mean(-1)
+    eligible = [window is None for window in windows]
+    if tp == 1 and 0 < full[eligible].sum() < full[eligible].size:
+        units = full.reshape(len(windows), -1, unit).all(-1)[eligible]
+        assert scores[eligible][units].min() >= scores[eligible][~units].max() - 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"head_unit": 0}, "`heads.head_unit` must be 1 or more, got 0"),
+        ({"head_unit": 3}, "divide the 4 KV heads"),
+        ({"head_unit": 4, "tp": 2}, "divide the 2 KV heads"),
+        ({"head_unit": 2, "tp": 2, "tp_uneven": True}, "`devices.tp_uneven`"),
+        ({"head_unit": 2, "tp": 2, "rest": "budgeted", "budget": 9}, "streaming heads"),
+    ],
+)
+def test_units_that_no_layer_has(options, named):
+    made = profile([[0.1, 0.2, 0.3, 0.4]])
+    with pytest.raises(PolicyError, match=named):
+        decided(made, (None,), full_heads=2, **options)
+
+
 @given(cases(), st.data())
 def test_no_other_choice_in_multiples_has_better_heads(case, data):
     made, windows, blocks = case

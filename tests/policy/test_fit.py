@@ -74,8 +74,10 @@ def cases(draw):
         options |= {"window": draw(st.integers(1, 40)), "beta": draw(st.sampled_from([1.005, 1.2, 5.0]))}
     options["tp"] = draw(st.sampled_from([count for count in range(1, heads + 1) if heads % count == 0]))
     options["tp_uneven"] = draw(st.booleans())
+    own = heads // options["tp"]
+    if options["tp"] == 1 or (options["rest"] == "streaming" and not options["tp_uneven"]):
+        options["head_unit"] = draw(st.sampled_from([count for count in range(1, own + 1) if own % count == 0]))
     if draw(st.booleans()):
-        own = heads // options["tp"]
         footprint = replace(footprint, model=replace(profile.model, query_heads=2 * own, kv_heads=own))
     quantizations = [{}, {"kv_scheme": "per-token", "kv_residual": 7}]
     if 400 in windows or options.get("recent", 0) >= 256:
@@ -153,7 +155,7 @@ class TestCandidates:
         recipe = Recipe.of(fit=demand, **options).changed(rest="streaming")
         found = fitted(profile, windows, footprint, recipe=recipe)
         heads = windows.count(None) * profile.model.kv_heads
-        step = 1 if options["tp_uneven"] else options["tp"]
+        step = options.get("head_unit", 1) * (1 if options["tp_uneven"] else options["tp"])
         widths = [bits for bits in (8, 4, 3) if profile.model.head_dim * bits % 16 == 0]
         least = 0 if options.get("kv_streaming") else step  # what has a width
         expected = {(count, bits) for bits in widths for count in range(least, heads + 1, step)}
