@@ -232,6 +232,8 @@ def unsupported_heads(config: Mapping[str, Any]) -> str | None:
     """Why no patch can describe the heads of a text model with this config, as text that follows its name."""
     if config.get("kv_lora_rank"):
         return "caches one latent for all heads (MLA), so no KV head can keep less than another"
+    if any(name.startswith("index") and name.endswith(("topk", "topk_blocks", "budget")) for name in config):
+        return "selects the tokens that a query sees by an indexer, whose keys the emitted cache does not hold"
     if config.get("v_head_dim") not in (None, config.get("head_dim")):
         return "has values of another size than keys (v_head_dim), and the emitted cache holds both in one size"
     counts = config.get("num_attention_heads_per_layer")

@@ -242,6 +242,8 @@ def test_what_is_not_supported(config: dict[str, object], word: str) -> None:
     ("model_type", "settings", "reason"),
     [
         ("deepseek_v3", {}, "one latent for all heads"),
+        ("qwen4_exp", {}, "by an indexer"),
+        ("minimax_m3_vl", {}, "by an indexer"),
         ("mimo_v2_flash", {}, "has values of another size than keys"),
         ("laguna", {"num_hidden_layers": 2, "num_attention_heads_per_layer": [48, 64]}, "query heads in some layers"),
         ("step3p7", {"text_config": {"num_sliding_attention_heads": 96}}, "query heads in some layers"),
