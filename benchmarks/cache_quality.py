@@ -27,7 +27,7 @@ from transformers.utils import logging
 from benchmarks.caches import all_full
 from benchmarks.provenance import record_versions
 from kvsurgery.display import console
-from kvsurgery.measure.cache_trial import next_token_divergence
+from kvsurgery.measure.cache_trial import next_token_divergence, next_token_logs
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.tokens import first_tokens, token_ids
 
@@ -70,9 +70,7 @@ def next_tokens(
 ) -> torch.Tensor:
     """Log-probabilities [tokens, vocabulary] after each of `tokens` [1, tokens], which follow a prompt [1, prompt]."""
     cache_class = type(model(tokens[:, :1]).past_key_values)
-    cache = cache_class(model.config, quantization=quantization)
-    model(prompt, past_key_values=cache, logits_to_keep=1)
-    return model(tokens, past_key_values=cache).logits[0].float().log_softmax(-1)
+    return next_token_logs(model, prompt, tokens, cache_class(model.config, quantization=quantization))
 
 
 def measure(

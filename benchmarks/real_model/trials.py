@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsurgery.text.haystack import Haystack
+from kvsurgery.measure.cache_trial import next_token_logs
+from kvsurgery.text.haystack import Haystack, even_pieces
 from kvsurgery.text.needle_sets import read_set
 from kvsurgery.text.tokens import token_ids
 
@@ -178,8 +179,7 @@ def asked_at_end(prompt: Prompt) -> list[Prompt]:
 
 def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Window]:
     """Pieces at even distances."""
-    starts = np.linspace(0, len(haystack.tokens) - prompt - new - 1, count + 2).astype(int)[1:-1]
-    return [Window(haystack.tokens[start : start + prompt + new + 1], prompt) for start in starts]
+    return [Window(piece, prompt) for piece in even_pieces(haystack.tokens, prompt + new + 1, count)]
 
 
 @torch.inference_mode()
@@ -222,12 +222,10 @@ def continued(model: PreTrainedModel, cache: Any, tokens: torch.Tensor, position
     return output.logits[0]
 
 
-@torch.inference_mode()
 def next_tokens(model: PreTrainedModel, window: Window) -> torch.Tensor:
     """Log-probabilities of the next token, float32 [new, vocabulary], after each token that follows the prompt."""
     tokens = torch.from_numpy(window.tokens)[None].to(model.device)
-    cache = model(tokens[:, : window.prompt], logits_to_keep=1).past_key_values
-    return model(tokens[:, window.prompt : -1], past_key_values=cache).logits[0].float().log_softmax(-1)
+    return next_token_logs(model, tokens[:, : window.prompt], tokens[:, window.prompt : -1])
 
 
 def nats(logs: torch.Tensor, window: Window) -> float:

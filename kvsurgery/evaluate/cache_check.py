@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvsurgery.evaluate.checkpoint import load, reader_of
 from kvsurgery.measure.cache_losses import TrialSizes
-from kvsurgery.measure.cache_trial import next_token_divergence
+from kvsurgery.measure.cache_trial import next_token_divergence, next_token_logs
 from kvsurgery.system.processes import usable_device
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import QUANTIZATION
@@ -96,9 +96,7 @@ def check_cache(folder: Path, text: CheckText, *, dtype: str = "auto") -> CacheC
     return CacheCheck(text.name, SIZES.context, original / count, unquantized / count if quantized else None)
 
 
-@torch.inference_mode()
 def _log_probabilities(model: PreTrainedModel, passage: torch.Tensor, cache) -> torch.Tensor:
     """float32 [scored, vocabulary], on the CPU, after each of a passage's last tokens."""
     prompt, scored_tokens = passage[None].to(model.device).split([SIZES.context, SIZES.scored], 1)
-    cache = model(prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})[CACHE]
-    return model(scored_tokens, **{CACHE: cache}).logits[0].float().log_softmax(-1).cpu()
+    return next_token_logs(model, prompt, scored_tokens, cache).cpu()

@@ -24,6 +24,7 @@ from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.cache_losses import MEASURED_WIDTHS, STREAMING_CACHE, CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.templates.kv_layout import Quantization, Widths
+from kvsurgery.text.haystack import even_pieces
 from kvsurgery.version import TOOL
 
 EIGHTHS = 2, 4, 6, 7, 8  # of all heads that stream together; the last ones lose most
@@ -66,10 +67,9 @@ class TrialSizes:
 
     def of(self, text: np.ndarray, prefix_tokens: Sequence[int]) -> list[torch.Tensor]:
         """The passages of a text, int64 [length] each, with `prefix_tokens` before each."""
-        piece_length = self.length - len(prefix_tokens)
+        pieces = even_pieces(text, self.length - len(prefix_tokens), self.passages)
         prefix = torch.tensor(prefix_tokens, dtype=torch.int64)
-        starts = np.linspace(0, len(text) - piece_length, self.passages + 2).astype(int)[1:-1]
-        return [torch.cat([prefix, torch.from_numpy(text[start : start + piece_length])]) for start in starts]
+        return [torch.cat([prefix, torch.from_numpy(piece)]) for piece in pieces]
 
 
 def cache_losses(

@@ -238,6 +238,23 @@ class CacheTrial:
         return visible
 
 
+@torch.inference_mode()
+def next_token_logs(
+    model: PreTrainedModel, prompt: torch.Tensor, following: torch.Tensor, cache: Any = None
+) -> torch.Tensor:
+    """Log-probabilities of the next token after each of `following`, which are read in one forward after a prompt.
+
+    Args:
+        prompt, following: int64 [1, tokens], on the model's device.
+        cache: empty, for the prompt. None: the model's own.
+
+    Returns:
+        float32 [following tokens, vocabulary].
+    """
+    cache = model(prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})[CACHE]
+    return model(following, **{CACHE: cache}).logits[0].float().log_softmax(-1)
+
+
 def next_token_divergence(approximate: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Mean Kullback-Leibler divergence, in nats, of the next token's distribution from the exact one: float64 [].
 

@@ -132,6 +132,17 @@ class Haystack:
         return self.tokens[start : start + length]
 
 
+def even_pieces(tokens: np.ndarray, length: int, count: int) -> list[np.ndarray]:
+    """Pieces of a text, int64 [length] each, that start at even distances.
+
+    Args:
+        tokens: int64 [tokens], `length` or more.
+        count: number of pieces. More than the text has room for overlap.
+    """
+    starts = np.linspace(0, len(tokens) - length, count + 2).astype(int)[1:-1]
+    return [tokens[start : start + length] for start in starts]
+
+
 def tokens_needed(source: str | None, longest: int) -> int:
     """Number of tokens to read from a text for pieces of up to `longest` tokens; more from a generated text."""
     return longest * (GENERATED_PIECES if source is None else 1)

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.real_model import heads_report, paired, selections, trials, which_heads
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.heads.dimensions import ModelDimensions
+from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
@@ -51,6 +53,33 @@ def test_every_fact_is_stated_once_and_asked_for(words: PreTrainedTokenizerFast,
             asked = words.decode(question.tokens)
             assert asked.startswith("\n\nThe secret word of the ")
             assert text.count(f"{asked.strip()}.") == 1
+
+
+def test_draws_are_those_of_committed_results(words: PreTrainedTokenizerFast, haystack: Haystack) -> None:
+    """A results file continues with the prompts and windows that it was begun with."""
+    drawn_prompts = {
+        "single": trials.prompts(words, haystack, LENGTH, FACTS, count=4, seed=0, new=8),
+        "two-hops": trials.chained_prompts(words, haystack, 3 * LENGTH, FACTS, count=4, seed=0),
+        "list": trials.listing_prompts(words, haystack, LENGTH, FACTS, count=4, seed=0),
+    }
+    drawn_tokens = {
+        name: [tokens for prompt in prompts for tokens in (prompt.text, prompt.following, *_asked(prompt))]
+        for name, prompts in drawn_prompts.items()
+    }
+    drawn_tokens["windows"] = [window.tokens for window in trials.windows(haystack, prompt=50, new=20, count=3)]
+    drawn_tokens["passages"] = TrialSizes(passages=5, context=50, scored=13).of(haystack.tokens, [1])
+    hashes = {name: blake3(np.concatenate(parts).tobytes()).hexdigest()[:8] for name, parts in drawn_tokens.items()}
+    assert hashes == {
+        "single": "cb093b81",
+        "two-hops": "79f3119f",
+        "list": "72463432",
+        "windows": "9d2c751c",
+        "passages": "05565533",
+    }
+
+
+def _asked(prompt: trials.Prompt) -> list[np.ndarray]:
+    return [np.array(question.tokens) for question in prompt.questions]
 
 
 def test_an_answer_is_right_where_greedy_decoding_says_it(
