@@ -448,6 +448,30 @@ LAYER_HEADS = [
 # whose draft cannot be taken back: layers without a KV cache have one state of all tokens
 WITH_STATES = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).states]
 
+# one for each way to call the emitted attention and cache: what depends on these alone is not tested on every family.
+CACHE_PATHS = {
+    "llama": "full attention",
+    "llama-tied-mha": "one query head for each KV head",
+    "qwen2": "last layers slide",
+    "gemma2": "soft caps",
+    "gemma3": "a RoPE for each kind of layers",
+    "olmo3": "scaled RoPE in full layers alone",
+    "smollm3": "layers without RoPE",
+    "cohere2": "RoPE in sliding layers alone",
+    "ministral3": "queries with a factor by position",
+    "gpt_oss": "learned sinks",
+    "llama4": "chunked attention",
+    "qwen3_next": "linear attention",
+    "qwen3_5": "positions of three axes",
+    "lfm2": "convolutions",
+    "granitemoehybrid": "state space layers",
+    "gemma4": "keys are values, heads by layer type",
+    "gemma4-moe": "head sizes by layer type",
+    "gemma4-shared": "shared caches",
+    "gemma3n": "shared caches, several streams",
+}
+CACHE_PATHS = {name: path for name, path in CACHE_PATHS.items() if name in FAMILIES}
+
 
 def rounding(name: str) -> float:
     """How far logits of a family may differ between chunks.

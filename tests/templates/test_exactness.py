@@ -6,13 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.families import FAMILIES, WITH_STATES, largest, rounding, tokens
+from kvsurgery.checkpoint.family import load_family
+from tests.helpers.families import CACHE_PATHS, FAMILIES, WITH_STATES, config_of, largest, rounding, tokens
 from tests.helpers.gpu_strides import lay_out_as_on_a_gpu
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder
 
 LENGTH = 45
 families = pytest.mark.parametrize("family", FAMILIES)
+cache_paths = pytest.mark.parametrize("family", CACHE_PATHS)
 SAMPLE = ("llama", "qwen2", "gemma2", "mixtral", "gpt_oss", "llama4", "qwen3_next", "gemma4-shared")
 
 
@@ -41,6 +43,22 @@ def left_padded(ids, lengths):
     for row, length in enumerate(lengths):
         mask[row, ids.shape[1] - length :] = 1
     return ids * mask, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def test_every_family_has_a_cache_path_of_those_tested() -> None:
+    def path(name: str) -> tuple:
+        family, config = load_family(FAMILIES[name]["model_type"]), config_of(name)
+        return (
+            family.window and family.window.kind,
+            family.states,
+            family.full_attention,
+            family.rope_by_type,
+            bool(getattr(config, "num_kv_shared_layers", 0)),
+            bool(getattr(config, "attn_logit_softcapping", None)),
+            any("sinks" in tensor for tensor in family.permute),
+        )
+
+    assert {path(name) for name in FAMILIES} == {path(name) for name in CACHE_PATHS}
 
 
 @families
@@ -100,9 +118,9 @@ def test_blocks_of_heads_equal_the_dense_reference(checkpoint, tmp_path, family,
     assert largest(logits(converted.model, ids, use_cache=False) - expected, expected) <= 1e-4
 
 
-@families
+@cache_paths
 def test_chunk_sizes_agree(mixed, family):
-    """The rows with padding, below, are fed token by token in every family."""
+    """The rows with padding, below, are fed token by token."""
     model, ids = mixed(family).model, tokens(2, LENGTH, seed=1)
     expected = logits(model, ids, use_cache=False)
     for size in (7, LENGTH - 1, LENGTH, *([1] if family in SAMPLE else [])):
@@ -110,7 +128,7 @@ def test_chunk_sizes_agree(mixed, family):
         assert largest(found - expected, expected) <= rounding(family)
 
 
-@families
+@cache_paths
 def test_left_padded_rows_equal_their_unpadded_selves(mixed, family):
     model = mixed(family).model
     lengths = [LENGTH, 31, 6, 1]

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 
 from kvsurgery.templates.kv_layout import Quantization
 from tests.helpers.emitted import emitted
-from tests.helpers.families import FAMILIES, WITH_STATES, largest, make, tokens
+from tests.helpers.families import CACHE_PATHS, WITH_STATES, largest, make, tokens
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder
 
@@ -80,8 +80,8 @@ def test_batches_with_left_padding(mixed, family, options):
     same_without_cache(mixed(family).model, batch(), **GREEDY | options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_beams_drafts_and_turns_of_every_family(mixed, family):
+@pytest.mark.parametrize("family", CACHE_PATHS)
+def test_beams_drafts_and_turns(mixed, family):
     model, ids, options = mixed(family).model, tokens(1, 40, seed=3), GREEDY | {"max_new_tokens": 5}
     same_without_cache(model, batch(2), **options | {"num_beams": 2})
     expected, draft = model.generate(ids, **options), copy.deepcopy(model)

@@ -28,7 +28,7 @@ from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.templates.kv_storage import Storage
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
 from tests.helpers.emitted import CLASSES, LOSSLESS, emitted
-from tests.helpers.families import FAMILIES, WITH_STATES, largest, stock, tokens
+from tests.helpers.families import CACHE_PATHS, WITH_STATES, largest, stock, tokens
 from tests.helpers.hold_reference import HoldReference
 from tests.helpers.surgery import convert_folder
 
@@ -170,8 +170,8 @@ def test_any_operations(family, kind, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_equals_the_reference(checkpoint, tmp_path, family):
+@pytest.mark.parametrize("family", CACHE_PATHS)
+def test_every_cache_path_equals_the_reference(checkpoint, tmp_path, family):
     sizes = {"window": WINDOW, "kernel_size": 3, "hold": HOLD}
     converted = convert_folder(checkpoint(family), tmp_path / "held", rest="budgeted", budget=6, full_heads=3, **sizes)
     stock = type(converted.stock).from_pretrained(converted.folder).eval()  # its heads are in the new order

@@ -13,7 +13,7 @@ import torch
 from kvsurgery.templates import kv_layout
 from kvsurgery.templates.kv_layout import Quantization, Selection
 from tests.helpers import emitted
-from tests.helpers.families import FAMILIES, largest, make, rounding, tokens
+from tests.helpers.families import CACHE_PATHS, largest, make, rounding, tokens
 from tests.helpers.slow_cache import SlowCache
 from tests.helpers.surgery import convert_folder
 from tests.templates.test_exactness import left_padded, logits
@@ -102,8 +102,8 @@ def test_without_loss_every_way_in_is_exact(quantized, mixed, sizes):
     assert max(cache.layers[-1].heads[0].groups[0].packed or [0]) == TILE * LOSSLESS.tiles(ids.shape[1] - LOSSLESS.sink)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_without_loss_every_family_is_exact(quantized, mixed, family):
+@pytest.mark.parametrize("family", CACHE_PATHS)
+def test_without_loss_every_cache_path_is_exact(quantized, mixed, family):
     ids = tokens(1, 330)
     expected = logits(mixed(family).model, ids)
     found, cache = in_parts(quantized(family, LOSSLESS).model, ids.split([150, 1, 170, *[1] * 9], 1))
