@@ -98,17 +98,17 @@ def rows_of(folder: Converted, work: Workload = WORK) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("length", "options"),
     [
-        pytest.param({"sparsity": 0.5}, id="streaming"),
-        pytest.param({"full_heads": 3, "rest": "budgeted", "budget": 8}, id="budgeted"),
-        pytest.param({"sparsity": 0.25, "quantization": Quantization(4, residual=8)}, id="quantized"),
+        pytest.param(60, {"sparsity": 0.5}, id="streaming"),
+        pytest.param(60, {"full_heads": 3, "rest": "budgeted", "budget": 8}, id="budgeted"),
+        pytest.param(200, {"sparsity": 0.25, "quantization": Quantization(4, residual=8)}, id="quantized"),
     ],
 )
-def test_bytes(checkpoint: Callable, tmp_path_factory: pytest.TempPathFactory, options: dict) -> None:
+def test_bytes(checkpoint: Callable, tmp_path_factory: pytest.TempPathFactory, length: int, options: dict) -> None:
     """Allocated is predicted; the original's cache is what its heads and tokens make; peaks are above caches."""
     folder = convert_folder(checkpoint("qwen3"), tmp_path_factory.mktemp("bench") / "out", **options)
-    rows = rows_of(folder, replace(WORK, lengths=(200,), rounds=1))
+    rows = rows_of(folder, replace(WORK, lengths=(length,), chunk=length // 2, rounds=1))
     assert [row.contender for row in rows] == ["converted", "original"]
     for row in rows:
         whole = 2 * 4 * 4 * (row.tokens + NEW) * 16 * 2 * 4  # batch, layers, heads, tokens, head_dim, keys and values

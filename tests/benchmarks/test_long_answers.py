@@ -31,7 +31,7 @@ MOST = BUDGET + WINDOW + HOLD
 
 @pytest.fixture(scope="module")
 def model(words: PreTrainedTokenizerFast) -> PreTrainedModel:
-    return stock("llama", head_dim=8, vocab_size=len(words), attn_implementation="eager")
+    return stock("llama", num_hidden_layers=2, head_dim=8, vocab_size=len(words), attn_implementation="eager")
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,8 @@ GATES = ["--sink", 4, "--recent", 16, "--steps", 6]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random model with a tokenizer of bytes, which can read the built-in text."""
-    folder = make("llama", tmp_path_factory.mktemp("model") / "llama", vocab_size=400, max_position_embeddings=2048)
+    sizes = {"vocab_size": 400, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    folder = make("llama", tmp_path_factory.mktemp("model") / "llama", **sizes)
     tokenizer("bytes", ["the baker carried a basket of late apples by the river"], size=400).save_pretrained(folder)
     return folder
 
@@ -85,7 +86,7 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     assert (made["steps"], made["data"]["shortest"], made["data"]["longest"]) == (4, 400, 2048)
     assert (made["reg"], made["until_settled"], made["steps_done"]) == (0.05, True, 4)
     assert "settled" not in said.err
-    assert "16 of 16 gates are 0.8 or more: they have not separated; train longer" in said.err
+    assert "8 of 8 gates are 0.8 or more: they have not separated; train longer" in said.err
     result = run(*start, "-o", "q.safetensors", *lengths, "--minutes", 0.001)
     assert result.code == 1
     [loading, timing, why] = result.err.splitlines()
@@ -129,7 +130,7 @@ def test_a_training_in_minutes_stops_when_gates_have_settled(folder, monkeypatch
     enough = math.ceil(0.2 * steps + 4)
     assert enough < steps
     assert f"gates settled after {enough} of {steps} steps" in said.err
-    assert "16 of 16 gates are 0.8 or more: they have not separated; raise --reg" in said.err
+    assert "8 of 8 gates are 0.8 or more: they have not separated; raise --reg" in said.err
     made = HeadProfile.load("p.safetensors")
     assert (made.provenance["steps"], made.provenance["steps_done"]) == (steps, enough)
     # the same command goes on where it stopped, and so do the options that it printed

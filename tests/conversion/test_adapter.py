@@ -21,6 +21,7 @@ from tests.helpers.families import EVERY, largest, tokens
 from tests.helpers.surgery import convert_folder
 
 peft = pytest.importorskip("peft")
+set_peft_model_state_dict = peft.set_peft_model_state_dict
 IDS = tokens(2, 20)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LLAMA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
@@ -95,10 +96,12 @@ def test_families(mixed, checkpoint, tmp_path, name):
     adapted.save_pretrained(tmp_path / "adapter")
     report = convert_adapter(tmp_path / "adapter", folder, tmp_path / "converted")
     assert report.moved
-    after = peft.PeftModel.from_pretrained(load(folder), tmp_path / "converted")
-    assert largest(logits(after.eval()) - logits(adapted.eval()), logits(adapted)) < 1e-5
-    others = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapter")
-    assert largest(logits(others.eval()) - logits(adapted), logits(adapted)) > 1e-3
+    expected = logits(adapted.eval())
+    after = peft.PeftModel.from_pretrained(load(folder), tmp_path / "converted").eval()
+    assert largest(logits(after) - expected, expected) < 1e-5
+    weights = set_peft_model_state_dict(after, load_file(tmp_path / "adapter" / WEIGHTS))
+    assert not weights.unexpected_keys
+    assert largest(logits(after) - expected, expected) > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)

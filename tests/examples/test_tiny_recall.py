@@ -71,7 +71,7 @@ def test_the_config_spells_rope_for_every_version(model):
 @pytest.mark.slow
 def test_recall_lives_in_the_heads_that_the_profile_names(model):
     profile = HeadProfile.load(FOLDER / "profile.safetensors")
-    questions = task.prompts(7, 12, 1024)
+    questions = task.prompts(7, 12, 512)
     assert task.exact_match(model, questions) == 1
 
     best = torch.zeros(profile.scores.size, dtype=torch.bool)
@@ -86,7 +86,7 @@ def test_recall_lives_in_the_heads_that_the_profile_names(model):
 @pytest.mark.slow
 def test_recall_from_a_quantized_cache(model, tmp_path):
     """The prompt comes in chunks, so that all but the last one is read from what is quantized."""
-    profile, questions = HeadProfile.load(FOLDER / "profile.safetensors"), task.prompts(7, 6, 1024)
+    profile, questions = HeadProfile.load(FOLDER / "profile.safetensors"), task.prompts(7, 6, 512)
     tokens = torch.cat([questions.tokens, questions.answers], 1)[:4]
     with torch.no_grad():
         exact = model(tokens).logits[:, -4:]
@@ -95,7 +95,7 @@ def test_recall_from_a_quantized_cache(model, tmp_path):
             FOLDER / "model", tmp_path / str(bits), profile, sparsity=0.0, quantization=Quantization(bits)
         ).load()
         cache, parts = None, []
-        for part in tokens.split([256, 256, 256, 256, 1, 1, 1], 1):
+        for part in tokens.split([256, 256, 1, 1, 1], 1):
             with torch.no_grad():
                 output = converted(part, past_key_values=cache)
             cache = output.past_key_values

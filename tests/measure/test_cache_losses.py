@@ -16,7 +16,7 @@ from kvsurgery.measure.cache_trial import CacheTrial, Window
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.helpers.emitted import emitted
-from tests.helpers.families import SHARED_CACHE, WITH_STATES, stock, tokens
+from tests.helpers.families import CACHE_PATHS, SHARED_CACHE, WITH_STATES, stock, tokens
 from tests.helpers.gpu_strides import lay_out_as_on_a_gpu
 from tests.helpers.measured_models import measured_model
 from tests.helpers.surgery import convert_folder
@@ -90,7 +90,7 @@ class TestTrial:
                 changes[0, layer] = torch.tensor([1] * full + [2] * (4 - full))
         check_trial(original, made, how, changes, KVSurgeryCache(made.config, quantization=how))
 
-    @pytest.mark.parametrize("family", [*SHARED_CACHE, *WITH_STATES])
+    @pytest.mark.parametrize("family", [name for name in (*SHARED_CACHE, *WITH_STATES) if name in CACHE_PATHS])
     def test_layers_that_share_a_cache_and_layers_with_states(self, checkpoint, tmp_path, family: str) -> None:
         """Heads of a cache that several layers read change for all of them, and states go on after the prompt."""
         converted = convert_folder(checkpoint(family), tmp_path / "out", sparsity=0.5, kv_bits=3)
