@@ -64,9 +64,14 @@ def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, needs: Ne
 
 def needed_imports(code: bytes, files: Iterable[str]) -> set[str]:
     """The same without what only type checkers read, and without what functions import that is not there."""
+    return runtime_imports(code) - (imports_in_functions(code) - set(files))
+
+
+@cache
+def imports_in_functions(code: bytes) -> set[str]:
+    """The modules of the checkpoint that its functions import when they are called."""
     functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)]
-    optional = {module for node in functions for module in relative_imports(ast.unparse(node).encode())}
-    return runtime_imports(code) - (optional - set(files))
+    return {module for node in functions for module in relative_imports(ast.unparse(node).encode())}
 
 
 @cache

@@ -7,26 +7,40 @@ atomic and moves one ref, and every revision stays readable. Xet is not offered,
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.helpers.hub_handler import TOKEN, Fault, Handler
 from tests.helpers.hub_repo import Blob, Repo, is_lfs
 
-COMMAND = """
-import time
-from kvsurgery.cli import main
-from kvsurgery.hub import ranges
-time.sleep = lambda seconds: None
-ranges.LONGEST_WAIT = 0
-main()
-"""
+# processes of commands are forked from one that has imported this; huggingface_hub reads its environment when imported
+PROCESSES = multiprocessing.get_context("forkserver")
+PRELOADED = "kvsurgery.cli.convert", "httpx", "httpx2", "numpy", "jinja2", "rich.progress", "tests.helpers.hub_server"
+PROCESSES.set_forkserver_preload([*PRELOADED, "kvsurgery.conversion.convert", "kvsurgery.conversion.prepared"])
+
+
+def command(arguments: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+    """Run `kvsurgery` in this process, without pauses between retries."""
+    for descriptor, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    from kvsurgery.cli import main
+    from kvsurgery.hub import ranges
+
+    time.sleep = lambda seconds: None
+    ranges.LONGEST_WAIT = 0
+    sys.argv = ["kvsurgery", *arguments]
+    main()
 
 
 class Hub(ThreadingHTTPServer):
@@ -79,13 +93,15 @@ class Hub(ThreadingHTTPServer):
 
     def run(self, home: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run `kvsurgery` as a user of this Hub does, but without pauses between retries."""
-        return subprocess.run(
-            [sys.executable, "-c", COMMAND, *map(str, arguments)],
-            env={**self.client_environment(home), **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        typed = [*map(str, arguments)]
+        with TemporaryDirectory() as folder:
+            outputs = [Path(folder, name) for name in ("out", "err")]
+            options = {**self.client_environment(home), **environment}
+            process = PROCESSES.Process(target=command, args=(typed, options, [*map(str, outputs)]))
+            process.start()
+            process.join()
+            out, err = (path.read_text() for path in outputs)
+        return subprocess.CompletedProcess(typed, process.exitcode, out, err)
 
     def create(self, repo_id: str, private: bool = False) -> Repo:
         """A repository with the one commit that the Hub makes."""
