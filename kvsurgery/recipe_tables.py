@@ -8,14 +8,15 @@ from typing import Any, Literal
 
 from kvsurgery.errors import PolicyError
 from kvsurgery.system.typed_toml import check_types
-from kvsurgery.templates.kv_layout import TILE, Quantization, Selection
+from kvsurgery.templates.kv_layout import QUERIES, TILE, Quantization, Selection
 
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")
 # the `bits` of a cache that are chosen for each layer
 AUTO = "auto"
+MEASURING = "`kvsurgery profile compute MODEL --method kv-bits --text FILE -o losses.safetensors`"
 # the fields of a cache that were not measured for it, at their defaults
-OF_ONE_WIDTH = {"streaming": False, "rotate": None, "clip": None}
+OF_ONE_WIDTH = {"streaming": False, "rotate": None, "clip": None, "rounding": None}
 MAX_TOKENS = 1 << 30
 # far beyond any context, and sums of positions still fit 32 bits
 MAX_WINDOW = 1 << 30
@@ -131,9 +132,10 @@ class Cache:
         bits: of what they store, or "k3v2" with 3 bits for keys and 2 for values; "auto" is a width for each layer, by
             measured losses. None only beside `fit`, which chooses them.
         budget: with "auto", bits that a stored value has on average at most; a layer in the model's dtype counts as 16.
-        scheme, group_size, residual, streaming, sink, rotate, clip: the fields of `kv_layout.Quantization`.
-        measured: file of measured cache losses, which says what to rotate and whether to clip where the recipe does
-            not, chooses the bits of each layer, and prices what `fit` chooses from.
+        scheme, group_size, residual, streaming, sink, rotate, clip, rounding: the fields of `kv_layout.Quantization`.
+        measured: file of measured cache losses, which says what to rotate, whether to clip and how to round where the
+            recipe does not, has the factors of rounding, chooses the bits of each layer, and prices what `fit` chooses
+            from.
     """
 
     bits: int | str | None = None
@@ -145,10 +147,13 @@ class Cache:
     sink: int = 4
     rotate: Literal["none", "values", "both"] | None = None
     clip: bool | None = None
+    rounding: Literal["nearest", "queries"] | None = None
     measured: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self, "cache.")
+        if self.rounding == QUERIES and self.measured is None:
+            raise PolicyError(f"`cache.rounding` queries needs `cache.measured`, a file that {MEASURING} measures")
         if self.bits != AUTO:
             if self.budget is not None:
                 raise PolicyError("`cache.budget` requires `cache.bits` auto")
@@ -161,10 +166,7 @@ class Cache:
                 object.__setattr__(self, "bits", quantization.bits)
             return
         if self.measured is None:
-            raise PolicyError(
-                "`cache.bits` auto needs `cache.measured`, a file that `kvsurgery profile compute MODEL --method "
-                "kv-bits --text FILE -o losses.safetensors` measures"
-            )
+            raise PolicyError(f"`cache.bits` auto needs `cache.measured`, a file that {MEASURING} measures")
         if self.budget is None or not 2 <= self.budget <= 16:
             raise PolicyError(f"`cache.bits` auto needs a `cache.budget` of 2 to 16 bits a value, got {self.budget}")
         if names := quoted(f"cache.{name}" for name, value in OF_ONE_WIDTH.items() if getattr(self, name) != value):

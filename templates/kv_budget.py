@@ -199,7 +199,7 @@ class BudgetedHeads(Heads):
         kernels: bool = False,
     ) -> None:
         """Store the columns of a prompt that `select` has chosen, by a kernel where there is one."""
-        if kernels:
+        if kernels and self.layout.round_keys is None:
             from . import kv_compact
 
             for group in self.groups:

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .kv_columns import Columns, Rows
 from .kv_heads import HeadGroup
 from .kv_kind import Heads
-from .kv_kinds import kinds_of, storage_of
+from .kv_kinds import kinds_of, storage_of, with_rounding
 from .kv_layout import KVLayout, LayerLayout, Quantization
 
 # what transformers calls a cache among arguments and outputs, since version 5.24 and before
@@ -240,6 +240,7 @@ class KVSurgeryCache(HandingCache):
         layout = KVLayout.from_config(config)
         if quantization:
             layout = layout.quantized(quantization)
+        layout = with_rounding(layout, config.name_or_path, getattr(config, "_commit_hash", None))
         self.columns = Columns(capacity)
         self.graph: Any = None  # of decode steps, if whoever runs them has one (kv_graph.py)
         self.repeated = 0  # tokens that the next input begins with, and that are here already

@@ -13,6 +13,8 @@ import torch
 
 from .kv_layout import CLIPPED, TILE, Quantization, Widths
 
+# codes in float32 of states, by the scales and minima of their groups and the bits of a code
+Rounding = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 TRIED = 2**17  # states at once, in all ranges that are tried: a CPU spends more time on pages of new memory
 
 
@@ -52,10 +54,17 @@ def empty_tiles(states: torch.Tensor, tiles: int, quantization: Quantization) ->
     return Tiles(*parts)
 
 
-def quantize(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Tiles:
+def nearest(states: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes in float32 of states, each rounded by itself."""
+    return ((states - low) / scale.where(scale > 0, 1)).round_().clamp_(0, 2**bits - 1)
+
+
+def quantize(
+    keys: torch.Tensor, values: torch.Tensor, quantization: Quantization, round_keys: Rounding = nearest
+) -> Tiles:
     """Whole tiles [..., TILE, head_dim] of keys and values as codes, scales and minima [..., :, :]."""
     head_dim, (key_bits, value_bits) = keys.shape[-1], quantization.widths
-    key_parts = quantize_groups(keys, quantization.key_groups(head_dim), key_bits, quantization)
+    key_parts = quantize_groups(keys, quantization.key_groups(head_dim), key_bits, quantization, round_keys)
     return Tiles(*key_parts, *quantize_groups(values, quantization.value_groups(head_dim), value_bits, quantization))
 
 
@@ -171,22 +180,26 @@ def _inverse_shifts(bits: int, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def quantize_groups(
-    states: torch.Tensor, groups: tuple[int, int], bits: int, quantization: Quantization
+    states: torch.Tensor,
+    groups: tuple[int, int],
+    bits: int,
+    quantization: Quantization,
+    rounding: Rounding = nearest,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed codes of states, and the scales that groups of them share."""
-    codes, scales = _encode(states, groups, bits, quantization)
+    codes, scales = _encode(states, groups, bits, quantization, rounding)
     return _pack(codes, bits), scales
 
 
 def _encode(
-    states: torch.Tensor, groups: tuple[int, int], bits: int, quantization: Quantization
+    states: torch.Tensor, groups: tuple[int, int], bits: int, quantization: Quantization, rounding: Rounding
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [..., tokens, head_dim], scales and minima [..., 2, *groups]."""
     *outer, tokens, head_dim = states.shape
     rows, columns = groups
     grouped = states.float().reshape(*outer, rows, tokens // rows, columns, head_dim // columns)
     scale, low = _ranges(grouped, bits, states.dtype, CLIPPED if quantization.clip else 1)
-    codes = _codes(grouped, scale, low, bits).to(torch.uint8).view(states.shape)
+    codes = rounding(grouped, scale, low, bits).to(torch.uint8).reshape(states.shape)
     return codes, torch.stack([scale, low], len(outer)).to(states.dtype).view(*outer, 2, rows, columns)
 
 
@@ -217,12 +230,7 @@ def _quotient(states: torch.Tensor, divisor: int) -> torch.Tensor:
 
 
 def _squared_error(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
-    return (_codes(grouped, scale, low, bits).mul_(scale).add_(low) - grouped).square_().sum((-3, -1), keepdim=True)
-
-
-def _codes(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes in float32."""
-    return ((grouped - low) / scale.where(scale > 0, 1)).round_().clamp_(0, 2**bits - 1)
+    return (nearest(grouped, scale, low, bits).mul_(scale).add_(low) - grouped).square_().sum((-3, -1), keepdim=True)
 
 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

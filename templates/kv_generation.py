@@ -15,7 +15,7 @@ from .kv_adapters import NO_HOTSWAP, check_adapters, check_order, mark_order
 from .kv_attention import NAME, RUNNING, Running
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
 from .kv_inputs import by_name, input_shape, padding_of, text_starts
-from .kv_kinds import kinds_of, quantized_code, storage_of
+from .kv_kinds import kinds_of, quantized_code, storage_of, with_rounding
 from .kv_layout import KVLayout, text_config
 
 # where `from_pretrained` reads files from
@@ -33,6 +33,7 @@ class KVSurgeryModel:
         for layer in layout.layers:
             kinds_of(layer)  # before weights are loaded, whether their code is here
             storage_of(layer)
+        with_rounding(layout, config.name_or_path, getattr(config, "_commit_hash", None))
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another

@@ -4,7 +4,7 @@ Nothing here needs torch: the tool that wrote this checkpoint and the model that
 """
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,6 +17,9 @@ STATES = "linear_attention", "mamba", "conv"
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # and those with a window of their own
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
+ROUNDINGS = NEAREST, QUERIES = "nearest", "queries"
+# engines load every such file that stands beside the weights
+ROUNDING_FILE = "kv_cache/rounding.safetensors"
 CLIPPED = 7  # ranges of a group to choose from: all of it, and 1/20 less each
 TILE = 128  # tokens of a head that are quantized together
 # by what budgeted heads choose, see `Selection`
@@ -68,6 +71,9 @@ class Quantization:
 
     With `clip`, the range of a group is that of `CLIPPED` with the least squared error. By default it is chosen so
     where keys or values have 2 or 3 bits, and with `per-token` 4: elsewhere it does not help every model.
+
+    `rounding` says how keys are rounded: each element by itself (`nearest`, the default), or channel by channel so that
+    errors of q . k become small (`queries`, see kv_rounding.py), with factors that a file of the checkpoint has.
     """
 
     bits: int | str
@@ -78,6 +84,7 @@ class Quantization:
     sink: int = 4
     rotate: str | None = None
     clip: bool | None = None
+    rounding: str | None = None
 
     def __post_init__(self) -> None:
         widths = self.widths
@@ -88,6 +95,7 @@ class Quantization:
         if self.clip is None:
             clipped = (4, 3, 2) if self.scheme == "per-token" else (3, 2)
             object.__setattr__(self, "clip", any(width in clipped for width in widths))
+        object.__setattr__(self, "rounding", self.rounding or NEAREST)
 
     @property
     def widths(self) -> Widths:
@@ -146,6 +154,12 @@ class Quantization:
             raise ValueError(f"whether a quantized cache clips ranges is true or false, got {self.clip!r}")
         if self.rotate not in ROTATIONS:
             raise ValueError(f"a quantized cache rotates {', '.join(ROTATIONS)}, got {self.rotate!r}")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(
+                f"keys of a quantized cache are rounded by {' or '.join(ROUNDINGS)}, got {self.rounding!r}"
+            )
+        if self.rounding == QUERIES and self.scheme != "kivi":
+            raise ValueError(f"keys are rounded by the queries with the scheme kivi, got {self.scheme!r}")
         if not self.widths.fill_words(head_dim):
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         if type(self.streaming) is not bool:
@@ -230,6 +244,8 @@ class LayerLayout:
     head_dim: int | None = None
     chunked: bool = False
     source: int | None = None
+    # factors by which keys are rounded, in the model that runs
+    round_keys: Any = field(default=None, compare=False, repr=False)
 
     def in_window(self, i: Any, j: Any) -> Any:
         """Whether the window of streaming heads at position i has position j <= i: integers, or tensors of them."""
@@ -295,6 +311,11 @@ class LayerLayout:
         if self.quantization is None:
             return 0
         return self.heads if self.quantized_window or self.quantized_budgets else self.full
+
+    @cached_property
+    def rounded_by_queries(self) -> bool:
+        """Whether keys are rounded by the queries."""
+        return bool(self.quantized_heads and self.quantization and self.quantization.rounding == QUERIES)
 
     @cached_property
     def rotated_values(self) -> int:
@@ -442,6 +463,8 @@ class KVLayout:
         sizes = [{*map(sum, layer.blocks)} for layer in layers if layer.blocks]
         if any(len(size) > 1 for size in sizes) or len({len(layer.blocks) for layer in layers if layer.blocks}) > 1:
             raise ValueError("kv_surgery has blocks of heads of different sizes")
+        if any(layer.rounded_by_queries and len(layer.blocks) > 1 for layer in layers):
+            raise ValueError("kv_surgery rounds keys by the queries, which is not for several blocks of heads")
         return cls(layers, head_dim)
 
     def check_windows(self, text: Any) -> None:
@@ -605,7 +628,7 @@ def _quantization(entry: dict | None, version: int, head_dim: int) -> Quantizati
         entry = {**entry, "sink": 0, "rotate": "none", "clip": False}
     if entry["rotate"] is None or entry["clip"] is None:
         raise ValueError("`rotate` and `clip` of a quantized cache are baked, and never null")
-    entry = {"streaming": False, **entry}
+    entry = {"streaming": False, "rounding": NEAREST, **entry}
     quantization = Quantization(**{field.name: entry[field.name] for field in fields(Quantization)})
     quantization.check(head_dim)
     return quantization

@@ -7,10 +7,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .kv_codes import Tiles, dequantize, empty_tiles, key_products, quantize, rotated, rotation, weighted_values
+from .kv_codes import (
+    Rounding,
+    Tiles,
+    dequantize,
+    empty_tiles,
+    key_products,
+    nearest,
+    quantize,
+    rotated,
+    rotation,
+    weighted_values,
+)
 from .kv_columns import Rows, on_device
 from .kv_heads import HeadGroup, block_elements
-from .kv_layout import EVERY, TILE, KVLayout, LayerLayout, Quantization, Widths
+from .kv_layout import EVERY, NEAREST, TILE, KVLayout, LayerLayout, Quantization, Widths
 from .kv_softmax import AttentionPath, Read, Scoring, Span, folded, merge
 from .kv_storage import HeadTable, Storage
 
@@ -26,10 +37,18 @@ class QuantizedGroup(HeadGroup):
     sink: int
     tiled = True
 
-    def __init__(self, states: torch.Tensor, heads: int, quantization: Quantization, sink: int, span: int):
+    def __init__(
+        self,
+        states: torch.Tensor,
+        heads: int,
+        quantization: Quantization,
+        sink: int,
+        span: int,
+        round_keys: Rounding = nearest,
+    ):
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim] that see `sink` and `span` tokens."""
         super().__init__(states, heads, sink, quantization.residual + TILE)
-        self.quantization, self.span = quantization, span
+        self.quantization, self.span, self.round_keys = quantization, span, round_keys
         self.tiles = empty_tiles(self.keys, 0, quantization).map(lambda part: part.unflatten(1, (heads, 0)))
 
     def __getstate__(self) -> dict:
@@ -115,7 +134,7 @@ class QuantizedGroup(HeadGroup):
                 states = torch.cat([storage[rows][:, :, slots], new_part], 2) if len(slots) else new_part
                 parts.append(states.unflatten(2, (-1, TILE)))
             place = torch.arange(first // TILE, last // TILE, device=keys.device) % self.count
-            for tiles, packed in zip(self.tiles, quantize(*parts, self.quantization), strict=True):
+            for tiles, packed in zip(self.tiles, quantize(*parts, self.quantization, self.round_keys), strict=True):
                 tiles[rows, :, place] = packed
         for row in range(len(self.packed))[rows]:
             self.packed[row] = max(self.packed[row], stop)
@@ -256,7 +275,11 @@ class TiledStorage(Storage):
         if not quantized:
             return super().add(states, heads, quantized, sink, recent)
         sink, span = (self.quantization.sink, EVERY) if sink is None else (sink, recent)
-        group = QuantizedGroup(states, heads, self.quantization, sink, span)
+        round_keys = nearest
+        if self.layout.round_keys is not None:
+            first = sum(group.heads for group in self.groups)
+            round_keys = self.layout.round_keys.part(first, heads).to(states.device)
+        group = QuantizedGroup(states, heads, self.quantization, sink, span, round_keys)
         self.groups.append(group)
         self.tiled.append(group)
         return group
@@ -319,7 +342,13 @@ class TiledStorage(Storage):
         )
 
     def pack(self, settled: int) -> None:
-        if any(group.due() for group in self.tiled):
+        if not any(group.due() for group in self.tiled):
+            return
+        if self.layout.round_keys is not None:  # which kernels do not know
+            for group in self.tiled:
+                group.pack()
+            self.note_rows()
+        else:
             from . import kv_pack  # a checkpoint may lack kernels
 
             kv_pack.flush_due(self.tiled, self.table(), settled)
@@ -363,6 +392,7 @@ def requested_quantization(cache_config: dict, config: Any) -> Quantization:
     by_bits = {layer.quantization.bits: layer.quantization for layer in layout.layers if layer.quantization}
     requested_bits = Widths.of(cache_config.get("nbits")).bits
     default = by_bits.get(requested_bits, layout.quantization or Quantization(4))
+    all_rounded = all(layer.rounded_by_queries for layer in layout.layers if layer.full)
     scheme = default.scheme
     if "axis_key" in cache_config:
         scheme = "per-token" if cache_config["axis_key"] == per_token else "kivi"
@@ -379,4 +409,5 @@ def requested_quantization(cache_config: dict, config: Any) -> Quantization:
         sink=default.sink,
         rotate=default.rotate if same_codes else None,
         clip=default.clip if same_codes else None,
+        rounding=default.rounding if same_codes and all_rounded else NEAREST,
     )

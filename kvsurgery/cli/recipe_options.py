@@ -122,10 +122,15 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
             bool,
             "Choose the ranges of codes by least squared error.  [default: (at 3 and 2 bits, and with per-token at 4)]",
         ),
+        "kv_rounding": (
+            click.Choice(["nearest", "queries"]),
+            "How keys are rounded: nearest, or queries, which keeps errors of attention scores small by the measured "
+            "queries of each head and requires --kv-measured.  [default: (nearest, or as measured)]",
+        ),
         "kv_measured": (
             click.Path(),
-            "File of losses measured by `profile compute --method kv-bits`. They decide rotation and clipping "
-            "and, with `convert --kv-bits auto`, the width of each layer.",
+            "File of losses measured by `profile compute --method kv-bits`. They decide rotation, clipping and "
+            "rounding and, with `convert --kv-bits auto`, the width of each layer.",
         ),
     },
     DEVICES: {

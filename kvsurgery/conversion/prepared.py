@@ -54,4 +54,4 @@ class PreparedConversion:
         decision = decide(recipe, evidence, checkpoint)
         policy, profile = decision.policy, decision.profile
         plan = plan_surgery(checkpoint, policy, profile.hash if profile else None)
-        return cls(checkpoint, decision, plan, emit(checkpoint, policy, profile))
+        return cls(checkpoint, decision, plan, emit(checkpoint, policy, profile, evidence.losses))

@@ -6,16 +6,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, Widths
+from kvsurgery.templates.kv_layout import ACCUMULATED, NEAREST, QUERIES, VALUE_NORM, Widths
 
 
 def describe_bits(quantization: Mapping[str, Any]) -> str:
     """Widths and scheme of a quantized cache, in words, from its entry in a config."""
     groups = [f"groups of {quantization['group_size']}"] if quantization["group_size"] else []
-    steps = ("rotate", "values", "values rotated"), ("rotate", "both", "keys and values rotated")
+    quantization = {"rounding": NEAREST, **quantization}
+    steps = (
+        ("rotate", "values", "values rotated"),
+        ("rotate", "both", "keys and values rotated"),
+        ("clip", True, "ranges clipped"),
+        ("rounding", QUERIES, "keys rounded by the queries"),
+    )
     transforms = [
         words + at_widths
-        for name, value, words in (*steps, ("clip", True, "ranges clipped"))
+        for name, value, words in steps
         if (at_widths := _at_widths(quantization, name, value)) is not None
     ]
     return f"{describe_widths(quantization['bits'])} ({', '.join([quantization['scheme'], *groups, *transforms])})"

@@ -14,9 +14,12 @@ from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.emit.card import model_card
 from kvsurgery.emit.config import converted_config, converted_generation_config, to_json
 from kvsurgery.emit.modeling import Needs, code_files
+from kvsurgery.emit.rounding import rounding_file
 from kvsurgery.errors import CheckpointError
 from kvsurgery.policy.policy import Policy
+from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.templates.kv_layout import ROUNDING_FILE
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,12 @@ class Emitted:
     files: Mapping[str, bytes]
 
 
-def emit(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile | None) -> Emitted:
-    """Make config.json, the modeling code, the model card, and generation_config.json where it has to change.
+def emit(
+    checkpoint: Checkpoint, policy: Policy, profile: HeadProfile | None, losses: CacheLosses | None = None
+) -> Emitted:
+    """Make config.json, the modeling code, the model card, and other files where they are needed.
+
+    These are generation_config.json where it has to change, and measured factors where keys are rounded by them.
 
     Raises:
         UnsupportedModel, CheckpointError: the source's config or generation config is not what surgery covers.
@@ -59,5 +66,8 @@ def emit(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile | None) ->
         converted_generation = converted_generation_config(original_generation)
         if converted_generation != original_generation:
             files["generation_config.json"] = converted_generation
+    if any(layer.rounded_by_queries for layer in policy.layers):
+        assert losses is not None  # as the policy was decided by them
+        files[ROUNDING_FILE] = rounding_file(policy.layout, losses)
     files["config.json"] = to_json(config)
     return Emitted(config, files)

@@ -26,6 +26,7 @@ class Needs:
     budgets: bool = False  # a layer has budgeted heads
     holds: bool = False  # their budgets hold after the prompt
     quantized: bool = False  # tokens are stored as codes, or may be
+    rounding: bool = False  # their keys are rounded by the queries
     kernels: bool = True  # in Triton
     engine: str = ""  # what its weights are, if transformers takes their codes for weights
 
@@ -38,6 +39,7 @@ class Needs:
             budgets=any(layer.budgets for layer in layers),
             holds=any(layer.budgets and layer.holds for layer in layers),
             quantized=policy.recipe.code.quantized or any(layer.quantization for layer in layers),
+            rounding=any(layer.rounded_by_queries for layer in layers),
             kernels=policy.recipe.code.kernels,
             engine=weights.title if weights and not weights.transformers else "",
         )

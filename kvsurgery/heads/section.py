@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from kvsurgery.templates.kv_layout import VERSION, KVLayout, LayerLayout, Selection
+from kvsurgery.templates.kv_layout import NEAREST, VERSION, KVLayout, LayerLayout, Selection
 
 
 def layout_section(layout: KVLayout) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def quantization_section(layout: KVLayout) -> dict[str, Any] | None:
     """The entry of a quantized cache: the fields of `Quantization`.
 
     A field that differs between layers is a list by layer; `bits` is None for a layer that keeps the model's dtype.
+    Rounding to the nearest code in all layers goes without saying.
     """
     if layout.quantization is None:
         return None
@@ -52,4 +53,5 @@ def quantization_section(layout: KVLayout) -> dict[str, Any] | None:
     return {
         name: layer_values[0] if layer_values.count(layer_values[0]) == len(layer_values) else layer_values
         for name, layer_values in values.items()
+        if name != "rounding" or {*layer_values} != {NEAREST}
     }

@@ -1,12 +1,13 @@
 """Losses of quantized and streaming caches: how far the next token of real text moves, for every KV head and width.
 
 Tokens of a text are in the cache, and the tokens that follow are read in one forward, each scored against the same with
-an unquantized cache (teacher forcing). First every head is quantized, with each way to rotate and clip, and the best is
-kept for each width. Then one head at a time is quantized or made streaming. At last several heads change at once.
+an unquantized cache (teacher forcing). First every head is quantized, with each way to rotate, clip and round, and the
+best is kept for each width. Then one head at a time is quantized or made streaming. At last several heads change.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,8 +23,10 @@ from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.query_rounding import measured_factors, roundings
 from kvsurgery.profile.cache_losses import MEASURED_WIDTHS, STREAMING_CACHE, CacheLosses, Combination, WholeCacheLoss
-from kvsurgery.templates.kv_layout import Quantization, Widths
+from kvsurgery.profile.query_factors import QueryFactors
+from kvsurgery.templates.kv_layout import ROUNDINGS, Quantization, Widths
 from kvsurgery.text.haystack import even_pieces
 from kvsurgery.version import TOOL
 
@@ -111,6 +114,10 @@ def cache_losses(
     return CacheLosses(
         settings=settings,
         heads={name: measured.by_original_head(losses) for name, losses in heads.items()},
+        rounding={
+            rotate: QueryFactors(*map(measured.by_original_head, (factors.order, factors.feedback)))
+            for rotate, factors in measuring.rounding.items()
+        },
         combinations=combinations,
         quantization=Quantization(MEASURED_WIDTHS[0]),
         sink=sizes.sink,
@@ -167,6 +174,7 @@ class _Measuring:
         ]
         self.caches.append(Window(sizes.sink, sizes.recent))
         self.trials: list[CacheTrial] = []
+        self.rounding: dict[str, QueryFactors] = {}  # by what is rotated
         self.done, self.progress = 0, progress
         single_count = (len(self.widths) - (SHARED in self.widths) + 1) * len(layers) * self.shape[1]
         combined_count = len(
@@ -181,6 +189,16 @@ class _Measuring:
         for number in self.mesh.share(self.sizes.passages):
             trial = CacheTrial(model, layers, passages[number][None], self.sizes.context, self.caches)
             self.trials.append(trial)
+        self._find_rounding()
+
+    def _find_rounding(self) -> None:
+        """Let all trials round by the queries of all passages."""
+        processes = self.mesh.processes
+        covariance = torch.stack([trial.covariance(self.layers) for trial in self.trials]).sum(0)
+        covariance = processes.add(covariance.to(processes.device)).cpu()
+        self.rounding = measured_factors(covariance, self.layers, self.measured.dimensions)
+        for trial in self.trials:
+            trial.rounding = roundings(self.rounding, self.layers, self.measured.model.device)
 
     def settings(self) -> dict[int | str, tuple[WholeCacheLoss, ...]]:
         """Losses with every head quantized, in each way that is tried."""
@@ -190,7 +208,9 @@ class _Measuring:
         settings_by_width: dict[int | str, tuple[WholeCacheLoss, ...]] = dict.fromkeys(self.widths, ())
         for quantization, loss in zip(quantizations, losses, strict=True):
             settings_by_width[quantization.bits] += (
-                WholeCacheLoss(str(quantization.rotate), bool(quantization.clip), float(loss)),
+                WholeCacheLoss(
+                    str(quantization.rotate), bool(quantization.clip), float(loss), str(quantization.rounding)
+                ),
             )
         return settings_by_width
 
@@ -272,7 +292,7 @@ class _Measuring:
         places = {}
         for bits, losses in settings.items():
             best_setting = min(losses, key=lambda setting: setting.loss)
-            places[bits] = self.caches.index(Quantization(bits, rotate=best_setting.rotate, clip=best_setting.clip)) + 1
+            places[bits] = self.caches.index(best_setting.quantization(bits)) + 1
         return places
 
     def _mean_divergences(
@@ -290,7 +310,8 @@ class _Measuring:
 
 
 def _quantizations(bits: int | str) -> list[Quantization]:
-    """The ways to rotate and clip that are tried at a width."""
+    """The ways to rotate, clip and round that are tried at a width."""
     if bits == SHARED:
         return [Quantization(bits)]
-    return [Quantization(bits, rotate=rotate, clip=clip) for rotate in ("values", "both") for clip in (False, True)]
+    ways = itertools.product(("values", "both"), (False, True), ROUNDINGS)
+    return [Quantization(bits, rotate=rotate, clip=clip, rounding=rounding) for rotate, clip, rounding in ways]

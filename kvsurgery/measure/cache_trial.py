@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,8 @@ from kvsurgery.measure.attention_hooks import intercepted, scoring_of
 from kvsurgery.measure.model import decoder_of, last_token
 from kvsurgery.templates import kv_softmax
 from kvsurgery.templates.kv_cache import CACHE
-from kvsurgery.templates.kv_codes import dequantize, quantize, rotated
-from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization
+from kvsurgery.templates.kv_codes import Rounding, dequantize, nearest, quantize, rotated
+from kvsurgery.templates.kv_layout import QUERIES, TILE, LayerLayout, Quantization
 
 LOGITS_AT_ONCE = 1 << 25  # elements of logits that are computed at a time
 EXACT = 0  # the place of an unchanged head among the caches of a trial
@@ -48,6 +48,11 @@ class CacheTrial:
         tokens: int64 [1, prompt + following].
         prompt: how many of them are in the cache.
         caches: what a head's cache can be; `EXACT` stands before them.
+
+    Attributes:
+        covariances: by layer with full attention, sums of q q^T over the prompt's queries of each KV head, float64
+            [kv_heads, head_dim, head_dim].
+        rounding: by what is rotated and by layer, how keys are rounded by the queries. Set it before caches need it.
     """
 
     def __init__(
@@ -62,6 +67,8 @@ class CacheTrial:
         self.tokens = tokens[:, :prompt].to(model.device)
         self.following = tokens[:, prompt:].to(model.device)
         self.prompt = prompt
+        self.covariances: dict[int, torch.Tensor] = {}
+        self.rounding: Mapping[str, Mapping[int, Rounding]] = {}
         self.outputs: list[Any] = []  # of each layer with an unchanged cache
         self.states: dict[int, KeysValues] = {}
         # of layers without a KV cache: the last inputs of a convolution, and a recurrent state
@@ -76,6 +83,10 @@ class CacheTrial:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def covariance(self, layers: Sequence[int]) -> torch.Tensor:
+        """The covariances of some layers, float64 [layers, kv_heads, head_dim, head_dim]."""
+        return torch.stack([self.covariances[layer] for layer in layers])
 
     @torch.no_grad()
     def divergence(self, changes: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
@@ -175,6 +186,7 @@ class CacheTrial:
         self.states[layer] = key, value
         output = blockwise.layer_attention(query, key, value, scoring, self.layers.windows[layer], self.layers.chunked)
         if changes is None:
+            self._note_queries(self.layers.sources.get(layer, layer), query[0].unflatten(0, (key.shape[1], -1)))
             return output.transpose(1, 2), None
         kinds = changes[self.layers.sources.get(layer, layer)]
         for kind, cache in enumerate(self.caches):
@@ -190,6 +202,12 @@ class CacheTrial:
                 streaming = blockwise.streaming(*states, head_scoring, cache.sink, cache.recent)
                 output.unflatten(1, (key.shape[1], -1))[:, heads] = streaming.unflatten(1, (len(heads), -1))
         return output.transpose(1, 2), None
+
+    def _note_queries(self, layer: int, query: torch.Tensor) -> None:
+        """Add the queries [kv_heads, group, tokens, head_dim] that attend to a layer's keys to their covariances."""
+        if self.layers.windows[layer] is None:
+            states = query.flatten(1, 2).float()
+            self.covariances[layer] = self.covariances.get(layer, 0) + (states.mT @ states).cpu().double()
 
     def _attend(self, stock, module, query, key, value, attention_mask, *, changes: torch.Tensor, **options):
         """The attention of the following tokens over each row's cache and themselves."""
@@ -219,7 +237,10 @@ class CacheTrial:
         for kind in kinds.unique().tolist():
             if isinstance(cache := self.caches[kind], Quantization):
                 mask = (kinds == kind)[:, :, None, None]
-                quantized_states = stored_states(*self.states[layer], cache)
+                round_keys = nearest
+                if cache.rounding == QUERIES:
+                    round_keys = self.rounding[str(cache.rotate)][self.layers.sources.get(layer, layer)]
+                quantized_states = stored_states(*self.states[layer], cache, round_keys)
                 keys, values = (
                     torch.where(mask, new, old) for new, old in zip(quantized_states, (keys, values), strict=True)
                 )
@@ -264,7 +285,9 @@ def next_token_divergence(approximate: torch.Tensor, exact: torch.Tensor) -> tor
     return (exact.exp() * (exact - approximate)).sum(-1, dtype=torch.float64).mean().clamp(min=0)
 
 
-def stored_states(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> KeysValues:
+def stored_states(
+    keys: torch.Tensor, values: torch.Tensor, quantization: Quantization, round_keys: Rounding = nearest
+) -> KeysValues:
     """A prompt's keys and values [1, kv_heads, tokens, head_dim] as a quantized cache gives them back."""
     heads, tokens = keys.shape[1:3]
     tiles = slice(quantization.sink, quantization.sink + TILE * quantization.tiles(tokens - quantization.sink))
@@ -277,7 +300,10 @@ def stored_states(keys: torch.Tensor, values: torch.Tensor, quantization: Quanti
     ]
     restored = []
     for exact_states, tile_states, is_rotated in zip(
-        (keys, values), dequantize(quantize(*packed, quantization), quantization.widths), are_rotated, strict=True
+        (keys, values),
+        dequantize(quantize(packed[0], packed[1], quantization, round_keys), quantization.widths),
+        are_rotated,
+        strict=True,
     ):
         tile_states = tile_states.flatten(2, 3)
         tile_states = rotated(tile_states, heads, back=True) if is_rotated else tile_states

@@ -37,7 +37,7 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
         raise PolicyError("`cache.bits` auto is for full heads, and this policy has none; leave it out")
     quantizations: dict[int | str, Quantization | None] = {UNQUANTIZED: None}
     for bits in losses.settings:
-        width_cache = measured_cache(replace(cache, bits=bits, budget=None), losses)
+        width_cache = measured_cache(replace(cache, bits=bits, budget=None), losses, recipe.devices.tp)
         width_cache.check_quantization(layout.head_dim)
         quantizations[bits] = width_cache.quantization
     pair_bits = {bits: sum(Widths.of(bits)) for bits in quantizations}  # of a key and a value

@@ -26,6 +26,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import MAX_BUDGET, SCORE_METHODS
 from kvsurgery.recipe import AUTO, Recipe, default
 from kvsurgery.templates.kv_layout import (
+    NEAREST,
     TILE,
     KVLayout,
     LayerLayout,
@@ -151,7 +152,7 @@ def _completed(recipe: Recipe, evidence: Evidence) -> Recipe:
             another profile, or the cache was not measured so.
     """
     if evidence.losses and recipe.cache and recipe.cache.bits != AUTO:
-        recipe = replace(recipe, cache=measured_cache(recipe.cache, evidence.losses))
+        recipe = replace(recipe, cache=measured_cache(recipe.cache, evidence.losses, recipe.devices.tp))
     if evidence.scores is None:
         stated = recipe.stated("heads") or recipe.stated("streaming") or recipe.stated("budgeted")
         if stated or recipe.rest:
@@ -228,6 +229,7 @@ def _layout(layers: Sequence[LayerLayout], model: ModelLayers, recipe: Recipe, l
         layout = layout.quantized(quantization)
     except ValueError as error:
         raise PolicyError(f"`cache.bits`: {error}") from error
+    layout = _with_measured_rounding(layout)
     min_window = 2 * (quantization.residual + TILE)
     windows = [layer.recent for layer in layout.layers if layer.native or recipe.streaming]
     if quantization.streaming and windows and max(windows) < min_window:
@@ -239,6 +241,17 @@ def _layout(layers: Sequence[LayerLayout], model: ModelLayers, recipe: Recipe, l
     if not head_counts[FULL] + head_counts[BUDGETED] and not quantization.streaming:
         raise PolicyError("`cache.bits` is for full and budgeted heads, and this policy has none; leave it out")
     return layout
+
+
+def _with_measured_rounding(layout: KVLayout) -> KVLayout:
+    """The layout with keys rounded to the nearest code in layers with a window of their own, which are not measured."""
+    layers = tuple(
+        replace(layer, quantization=replace(layer.quantization, rounding=NEAREST))
+        if layer.quantization and layer.native and layer.rounded_by_queries
+        else layer
+        for layer in layout.layers
+    )
+    return replace(layout, layers=layers)
 
 
 def _budgets(

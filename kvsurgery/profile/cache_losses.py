@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,25 +15,37 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile, check_model
 from kvsurgery.profile.origin import ModelOrigin
-from kvsurgery.profile.tensor_file import Kind, TensorFile, read
-from kvsurgery.templates.kv_layout import ROTATIONS, Quantization
+from kvsurgery.profile.query_factors import QueryFactors
+from kvsurgery.profile.tensor_file import DTYPES, Kind, TensorFile, read
+from kvsurgery.templates.kv_layout import NEAREST, QUERIES, ROTATIONS, ROUNDINGS, Quantization
 
 STREAMING_CACHE = "streaming"
 MEASURED_WIDTHS = (8, 4, 3, "k3v2", 2)
+ROUNDING = "rounding"  # what names of factors begin with
 
 
 @dataclass(frozen=True)
 class WholeCacheLoss:
-    """The loss of a quantized cache of one width with a setting for rotation and clipping.
+    """The loss of a quantized cache of one width with a setting for rotation, clipping and rounding.
 
     Attributes:
-        rotate, clip: as in `Quantization`.
+        rotate, clip, rounding: as in `Quantization`.
         loss: the divergence with every head of the model in this cache.
     """
 
     rotate: str
     clip: bool
     loss: float
+    rounding: str = NEAREST
+
+    def quantization(self, bits: int | str) -> Quantization:
+        """The cache of a width with this setting."""
+        return Quantization(bits, rotate=self.rotate, clip=self.clip, rounding=self.rounding)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All fields as JSON; rounding to the nearest code goes without saying."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("rounding", NEAREST)}
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class CacheLosses(TensorFile):
         sink, recent: tokens that streaming heads kept.
         context: number of tokens in the cache.
         base_model, model, base_revision, windows, fingerprint, provenance: as in `HeadProfile`.
+        rounding: by what is rotated, how keys are rounded by the queries, where that was measured.
 
     Raises:
         ProfileError: any of them contradicts the rest.
@@ -79,6 +92,7 @@ class CacheLosses(TensorFile):
         "kvsurgery.cache-losses",
         "1",
         "make one with `kvsurgery profile compute --method kv-bits`",
+        (*DTYPES,),
     )
 
     settings: Mapping[int | str, tuple[WholeCacheLoss, ...]]
@@ -93,6 +107,7 @@ class CacheLosses(TensorFile):
     base_revision: str | None = None
     windows: tuple[int | None, ...] | None = None
     fingerprint: str | None = None
+    rounding: Mapping[str, QueryFactors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_model(self.KIND.name, self.origin, self.model, self.windows)
@@ -101,6 +116,13 @@ class CacheLosses(TensorFile):
         for setting in (entry for entries in self.settings.values() for entry in entries):
             if setting.rotate not in ROTATIONS or type(setting.clip) is not bool or not _is_loss(setting.loss):
                 raise ProfileError(f"unknown setting of a quantized cache: {setting}")
+            needs_factors = setting.rounding == QUERIES and setting.rotate not in self.rounding
+            if setting.rounding not in ROUNDINGS or needs_factors:
+                raise ProfileError(f"a setting is rounded in an unknown way, or factors are missing: {setting}")
+        for rotate, factors in self.rounding.items():
+            if rotate not in ROTATIONS:
+                raise ProfileError(f"unknown factors of rounding: {rotate}")
+            factors.check(self.model)
         sizes = self.sink, self.recent, self.context
         if any(type(size) is not int or size < 0 for size in sizes) or self.recent < 1:
             raise ProfileError(f'"sink", "recent" and "context" are numbers of tokens, got {sizes}')
@@ -154,8 +176,10 @@ class CacheLosses(TensorFile):
             fingerprint=self.fingerprint,
         )
 
-    def best(self, bits: int | str, rotate: str | None = None, clip: bool | None = None) -> WholeCacheLoss:
-        """The setting of a width with the least loss; `rotate` and `clip` restrict the choice.
+    def best(
+        self, bits: int | str, rotate: str | None = None, clip: bool | None = None, rounding: str | None = None
+    ) -> WholeCacheLoss:
+        """The setting of a width with the least loss; `rotate`, `clip` and `rounding` restrict the choice.
 
         Raises:
             ProfileError: no such setting was measured.
@@ -165,10 +189,13 @@ class CacheLosses(TensorFile):
         candidates = [
             setting
             for setting in self.settings[bits]
-            if rotate in (None, setting.rotate) and clip in (None, setting.clip)
+            if rotate in (None, setting.rotate)
+            and clip in (None, setting.clip)
+            and rounding in (None, setting.rounding)
         ]
         if not candidates:
-            restrictions = ", ".join(f"{name} {value}" for name, value in (("rotate", rotate), ("clip", clip)) if value)
+            stated = ("rotate", rotate), ("clip", clip), ("rounding", rounding)
+            restrictions = ", ".join(f"{name} {value}" for name, value in stated if value)
             raise ProfileError(f"{restrictions} was not measured at {bits} bits; leave it or the measurement out")
         return min(candidates, key=lambda setting: setting.loss)
 
@@ -196,7 +223,8 @@ class CacheLosses(TensorFile):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        metadata, heads = read(path, cls.KIND)
+        metadata, tensors = read(path, cls.KIND)
+        parts = [name.split(".") for name in tensors if name.startswith(f"{ROUNDING}.")]
         try:
             content = json.loads(metadata["content"])
             return cls(
@@ -204,7 +232,11 @@ class CacheLosses(TensorFile):
                     _bits(name): tuple(WholeCacheLoss(**entry) for entry in entries)
                     for name, entries in content["settings"].items()
                 },
-                heads=heads,
+                heads={name: losses for name, losses in tensors.items() if not name.startswith(f"{ROUNDING}.")},
+                rounding={
+                    rotate: QueryFactors(*(tensors[f"{ROUNDING}.{rotate}.{name}"] for name in ("order", "feedback")))
+                    for rotate in sorted({rotate for _, rotate, _ in parts})
+                },
                 combinations=tuple(Combination(**entry) for entry in content["combinations"]),
                 quantization=Quantization(**content["quantization"]),
                 model=ModelDimensions(**content["model"]),
@@ -222,16 +254,19 @@ class CacheLosses(TensorFile):
         """All fields as JSON, except for the losses of single heads."""
         return {
             **{name: getattr(self, name) for name in COPIED_FIELDS},
-            "settings": {str(bits): [asdict(entry) for entry in entries] for bits, entries in self.settings.items()},
+            "settings": {str(bits): [entry.facts for entry in entries] for bits, entries in self.settings.items()},
             "combinations": [asdict(entry) for entry in self.combinations],
-            "quantization": asdict(self.quantization),
+            "quantization": {name: value for name, value in asdict(self.quantization).items() if name != "rounding"},
             "model": asdict(self.model),
             "windows": self.windows,
             **({"fingerprint": self.fingerprint} if self.fingerprint else {}),
         }
 
     def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        return {**self.KIND.metadata, "content": json.dumps(self.facts, sort_keys=True)}, dict(self.heads)
+        tensors = dict(self.heads)
+        for rotate, factors in sorted(self.rounding.items()):
+            tensors |= {f"{ROUNDING}.{rotate}.{name}": part for name, part in vars(factors).items()}
+        return {**self.KIND.metadata, "content": json.dumps(self.facts, sort_keys=True)}, tensors
 
 
 def _bits(name: str) -> int | str:

@@ -18,6 +18,8 @@ from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.system.files import write_bytes_whole
 from kvsurgery.system.repo_id import is_address
 
+DTYPES = {"F32": "<f4", "F16": "<f2", "I16": "<i2"}
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -27,12 +29,14 @@ class Kind:
         name: its name in messages.
         format, version: the values in its metadata.
         source: how to make such a file, as text.
+        dtypes: those that its tensors may have.
     """
 
     name: str
     format: str
     version: str
     source: str
+    dtypes: tuple[str, ...] = ("F32",)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -59,7 +63,7 @@ class TensorFile(ABC):
 
     @abstractmethod
     def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Metadata, in which None values are left out, and float32 tensors."""
+        """Metadata, in which None values are left out, and tensors of the kind's dtypes."""
 
     @classmethod
     @abstractmethod
@@ -102,15 +106,16 @@ class TensorFile(ABC):
 
 
 def to_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> bytes:
-    """A safetensors file of float32 tensors, and of metadata as strings; None is left out."""
+    """A safetensors file of tensors in `DTYPES`, and of metadata as strings; None is left out."""
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     header: dict[str, dict[str, Any]] = {
         "__metadata__": {key: str(value) for key, value in metadata.items() if value is not None}
     }
     data = b""
     for name, tensor in tensors.items():
         offsets = [len(data), len(data) + tensor.nbytes]
-        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": offsets}
-        data += tensor.astype("<f4").tobytes()
+        header[name] = {"dtype": names[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        data += tensor.astype(DTYPES[names[tensor.dtype]]).tobytes()
     # written by hand: the library's own `save` orders metadata at random
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -118,7 +123,7 @@ def to_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> 
 
 
 def read(path: str | Path, kind: Kind) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Metadata and float32 tensors of a file.
+    """Metadata and tensors of a file.
 
     Raises:
         ProfileError: it is of another kind, of an unknown version, or cannot be read.
@@ -136,8 +141,8 @@ def read(path: str | Path, kind: Kind) -> tuple[dict[str, Any], dict[str, np.nda
             names = sorted(file.keys())
             for name in names:
                 dtype = file.get_slice(name).get_dtype()
-                if dtype != "F32":
-                    raise ProfileError(f"{path}: {name} are {dtype}, not F32")
+                if dtype not in kind.dtypes:
+                    raise ProfileError(f"{path}: {name} are {dtype}, not {' or '.join(kind.dtypes)}")
             return metadata, {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ProfileError(f"{path} is not a {kind.name} ({error}); {kind.source}") from error

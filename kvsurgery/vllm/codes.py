@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.model_executor.layers.attention import Attention
 
+from kvsurgery.templates.kv_codes import Rounding
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.vllm.cpu_codes import CodesBackend, NewestBackend
 from kvsurgery.vllm.spec import CodesSpec, SinkWindowSpec
@@ -36,10 +37,17 @@ class CodesAttention(Attention):
     """Attention over tiles, and over the tokens of `newest`."""
 
     def __init__(
-        self, *args: Any, quantization: Quantization, bin: int, size: int, prefix: str, **options: Any
+        self,
+        *args: Any,
+        quantization: Quantization,
+        round_keys: Rounding,
+        bin: int,
+        size: int,
+        prefix: str,
+        **options: Any,
     ) -> None:
         super().__init__(*args, attn_backend=CodesBackend, prefix=prefix, **options)
-        self.quantization, self.tiling = quantization, Tiling.of(quantization)
+        self.quantization, self.tiling, self.round_keys = quantization, Tiling.of(quantization), round_keys
         self.newest = NewestAttention(
             *args, tiling=self.tiling, bin=bin, size=size, prefix=f"{prefix}.newest", **options
         )

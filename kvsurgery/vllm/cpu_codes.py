@@ -161,7 +161,7 @@ class CodesImpl(CPUAttentionBackendImpl):
             return states.view(len(places.slots), heads, -1, 2 * size)
 
         if len(attn_metadata.due):
-            tiles = quantize(*stored(newest.due).split(size, -1), quantization)
+            tiles = quantize(*stored(newest.due).split(size, -1), quantization, layer.round_keys)
             pages.index_copy_(0, attn_metadata.due, to_page(tiles))
         query = rotated(query[: newest.tokens], rotates_keys * query.shape[1])
         pieces = zip(attn_metadata.plan.pieces, newest.pieces, attn_metadata.pieces, strict=True)

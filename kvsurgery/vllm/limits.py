@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from kvsurgery.errors import ServingError
+from kvsurgery.templates.kv_kinds import with_rounding
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm.architectures import DENSE
 from kvsurgery.vllm.forecast import ELSEWHERE, has_bidirectional_images, ignored, servable_layout
@@ -76,8 +77,11 @@ def checked_layout(vllm_config: Any) -> KVLayout:
     Raises:
         ServingError: the checkpoint or a setting cannot be served; the message says what to do.
     """
+    model = vllm_config.model_config
     try:
-        layout = servable_layout(vllm_config.model_config.hf_config)
+        layout = servable_layout(model.hf_config)
+        if in_pages(layout, vllm_config):
+            layout = with_rounding(layout, model.model, model.revision)
     except ValueError as error:
         raise ServingError(str(error)) from error
     _check_settings(vllm_config, layout)

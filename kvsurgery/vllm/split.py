@@ -11,6 +11,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvsurgery.errors import ServingError
+from kvsurgery.templates.kv_codes import nearest
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
 from kvsurgery.vllm.budgeted import Bin, BudgetedGroups
@@ -206,7 +207,11 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
             from kvsurgery.vllm.codes import CodesAttention  # kernels of a CPU
 
             full = CodesAttention(
-                quantization=layer.quantization, bin=groups.newest[index], size=groups.size, **options
+                quantization=layer.quantization,
+                round_keys=layer.round_keys.part(0, layer.full) if layer.round_keys else nearest,
+                bin=groups.newest[index],
+                size=groups.size,
+                **options,
             )
         else:
             full = Attention(

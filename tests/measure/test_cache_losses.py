@@ -182,7 +182,7 @@ class TestLosses:
 
     def test_losses_of_a_width_are_of_its_best_setting(self, measured) -> None:
         found, _ = measured
-        assert [len(settings) for settings in found.settings.values()] == [1, 4, 4, 4, 4]
+        assert [len(settings) for settings in found.settings.values()] == [1, 8, 8, 8, 8]
         for bits, some in found.settings.items():
             assert found.best(bits).loss == min(setting.loss for setting in some)
             assert found.expected(str(bits)).sum() == pytest.approx(found.best(bits).loss)

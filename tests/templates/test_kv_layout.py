@@ -125,6 +125,7 @@ def test_parts_that_nothing_tells_apart():
 
 
 BUDGETS = {"blocks": [[1, 3]], "budgets": [5, 7, 9]}
+NEAREST_SECTION = {name: value for name, value in asdict(Quantization(4)).items() if name != "rounding"}
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "avg"}
 
 
@@ -133,10 +134,11 @@ SELECTION = {"window": 4, "kernel_size": 3, "pool": "avg"}
     [
         {},
         {"selection": {**SELECTION, "select": "value-norm"}, "layers": [BUDGETS] * 3},
-        {"head_dim": 16, "quantization": asdict(Quantization(4, residual=9))},
+        {"head_dim": 16, "quantization": {**asdict(Quantization(4, residual=9)), "rounding": "queries"}},
+        {"head_dim": 16, "quantization": NEAREST_SECTION},
         {"layers": [{"blocks": [[1, 1], [0, 2]], "sink": 1, "recent": 2}] * 3},
     ],
-    ids=["streaming", "budgets", "quantized", "blocks"],
+    ids=["streaming", "budgets", "rounded by the queries", "rounded to the nearest", "blocks"],
 )
 def test_a_section_is_read_and_written_alike(section):
     whole = config(**section)
