@@ -28,12 +28,12 @@ from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import CacheTrial
 from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.query_rounding import roundings
 from kvsurgery.policy.evidence import Evidence
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.tokens import first_tokens
 
@@ -78,11 +78,7 @@ def main() -> None:
     logging.disable_progress_bar()
     losses, sizes = CacheLosses.load(arguments.losses), TrialSizes(passages=arguments.passages, scored=64)
     measured = MeasuredModel.load(arguments.model, dtype="float32")
-    caches = [
-        Quantization(bits, rotate=best.rotate, clip=best.clip)
-        for bits in losses.settings
-        for best in (losses.best(bits),)
-    ]
+    caches = [losses.best(bits).quantization(bits) for bits in losses.settings]
     index_by_bits = {quantization.bits: number for number, quantization in enumerate(caches, 1)}
     bits = {}
     for budget, widths in BUDGETS.items():
@@ -98,6 +94,7 @@ def main() -> None:
     for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
         if str(number) not in report["losses"]:
             trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
+            trial.rounding = roundings(losses.rounding, measured.full_layers(), measured.model.device)
             divergences = trial.divergence(torch.stack(rows)).tolist()
             report["losses"][str(number)] = dict(zip(bits, divergences, strict=True))
             record_versions(report, f"passage {number}")

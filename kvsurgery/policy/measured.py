@@ -24,10 +24,9 @@ def measured_cache(cache: Cache, losses: CacheLosses, blocks: int = 1) -> Cache:
     if cache.rounding == QUERIES and blocks > 1:
         raise PolicyError("`cache.rounding` queries cannot be combined with `devices.tp`; leave one of them out")
     quantization, measured_quantization = cache.quantization, losses.quantization
-    unmeasured_cache = replace(cache, measured=None)
     is_decided = cache.rotate is not None and cache.clip is not None and cache.rounding != QUERIES
     if quantization is None or is_decided:
-        return unmeasured_cache
+        return replace(cache, measured=None)
     if (quantization.scheme, quantization.group_size) != (
         measured_quantization.scheme,
         measured_quantization.group_size,
@@ -44,4 +43,4 @@ def measured_cache(cache: Cache, losses: CacheLosses, blocks: int = 1) -> Cache:
     choice = {"rotate": best_setting.rotate, "clip": best_setting.clip}
     if best_setting.rounding == QUERIES:  # by factors of the measurement
         return replace(cache, **choice, rounding=QUERIES)
-    return replace(unmeasured_cache, **choice)
+    return replace(cache, **choice, measured=None)

@@ -46,6 +46,33 @@ class TestCache:
         assert cache.measured is None
         assert measured_cache(cache, losses()) == cache
 
+    @pytest.mark.parametrize(
+        ("stated", "blocks", "decided"),
+        [
+            ({}, 1, ("both", False, "queries")),
+            ({"rounding": "nearest"}, 1, ("both", False, None)),
+            ({"rotate": "values", "clip": True, "rounding": "queries"}, 1, ("values", True, "queries")),
+            ({"rotate": "values", "clip": True}, 1, ("values", True, None)),
+            ({}, 2, ("both", False, None)),
+        ],
+        ids=str,
+    )
+    def test_keys_are_rounded_as_they_lost_least(self, stated: dict, blocks: int, decided: tuple) -> None:
+        """The measurement stays named where it has the factors; heads in several blocks have none."""
+        cache = measured_cache(Cache(3, measured=FILE, **stated), losses(rounded=True), blocks)
+        assert (cache.rotate, cache.clip, cache.rounding if cache.rounding == "queries" else None) == decided
+        assert cache.measured == (FILE if decided[2] else None)
+        assert measured_cache(cache, losses(rounded=True), blocks) == cache
+
+    def test_rounding_that_cannot_be_is_refused(self) -> None:
+        asked = Cache(3, measured=FILE, rounding="queries")
+        with pytest.raises(PolicyError, match="queries cannot be combined with `devices"):
+            measured_cache(asked, losses(rounded=True), 2)
+        with pytest.raises(PolicyError, match="rounding queries was not measured at 3 bits"):
+            measured_cache(asked, losses())
+        with pytest.raises(PolicyError, match="queries needs `cache"):
+            Cache(3, rounding="queries")
+
     def test_without_bits_nothing_is_decided(self) -> None:
         assert measured_cache(Cache(measured=FILE), losses()) == Cache()
 

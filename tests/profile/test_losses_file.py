@@ -13,6 +13,7 @@ from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
+from kvsurgery.profile.query_factors import QueryFactors
 from kvsurgery.profile.tensor_file import to_bytes
 from tests.helpers.losses import MODEL, losses
 
@@ -27,6 +28,33 @@ def test_a_file_gives_the_losses_back(tmp_path) -> None:
     before = path.read_bytes()
     found.save(path)
     assert path.read_bytes() == before
+
+
+def test_factors_of_rounding_come_back(tmp_path) -> None:
+    made, path = losses(rounded=True), tmp_path / "losses.safetensors"
+    made.save(path)
+    found = CacheLosses.load(path)
+    assert found.hash == made.hash
+    assert found.best(2) == WholeCacheLoss("both", False, 0.04, "queries")
+    assert found.best(2, rounding="nearest") == WholeCacheLoss("both", False, 0.08)
+    for rotate in ("values", "both"):
+        for name in ("order", "feedback"):
+            assert np.array_equal(getattr(found.rounding[rotate], name), getattr(made.rounding[rotate], name))
+
+
+def test_wrong_factors_of_rounding_are_refused() -> None:
+    made = losses(rounded=True)
+    factors = made.rounding["both"]
+    for order, feedback, words in (
+        (factors.order[:, :1], factors.feedback, "are not of"),
+        (factors.order, factors.feedback.astype(np.float32), "are int16 and float16"),
+        (np.zeros_like(factors.order), factors.feedback, "no order of the channels"),
+        (factors.order, np.full_like(factors.feedback, np.inf), "finite shares"),
+    ):
+        with pytest.raises(ProfileError, match=words):
+            replace(made, rounding={**made.rounding, "both": QueryFactors(order, feedback)})
+    with pytest.raises(ProfileError, match="factors are missing"):
+        replace(made, rounding={"values": factors})
 
 
 def test_the_best_setting_is_that_with_the_least_loss() -> None:

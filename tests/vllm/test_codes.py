@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from kvsurgery.vllm.codes import CodesAttention
+from tests.helpers.families import make
+from tests.helpers.losses import losses
+from tests.helpers.surgery import random_profile
 from tests.vllm.serving import (
+    LARGE_HEADS,
     assert_equal,
     cached_tokens,
     converted,
@@ -46,6 +50,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "k3v2": {"kv_bits": "k3v2", "sparsity": 0.0, "kv_residual": 32},
     "k4v2 per token": {"kv_bits": "k4v2", "sparsity": 0.5, "kv_scheme": "per-token"},
     "by layer": {"kv_bits": 4, "sparsity": 0.5, "kv_residual": 32},
+    "by the queries": {"kv_bits": 3, "sparsity": 0.5, "kv_residual": 32, "kv_rounding": "queries"},
 }
 # as `--kv-bits auto` has them: the first layer has no full heads
 BY_LAYER = {"bits": [None, 8, 3, "k3v2"], "clip": [None, False, True, True]}
@@ -54,7 +59,12 @@ BY_LAYER = {"bits": [None, 8, 3, "k3v2"], "clip": [None, False, True, True]}
 @pytest.mark.parametrize("kind", WIDTHS)
 def test_errors_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> None:
     """Likelihoods differ by little of what quantization costs: by the codes of a few states on the border of two."""
-    checkpoint = converted("llama", tmp_path / "quantized", **WIDTHS[kind])
+    options = {}
+    if kind == "by the queries":
+        profile = random_profile(make("llama", tmp_path / "measured", **LARGE_HEADS))
+        losses(profile.model, rounded=True).save(tmp_path / "losses.safetensors")
+        options = {"kv_measured": str(tmp_path / "losses.safetensors")}
+    checkpoint = converted("llama", tmp_path / "quantized", **WIDTHS[kind], **options)
     if kind == "by layer":
         path = checkpoint.folder / "config.json"
         config = json.loads(path.read_text())

@@ -82,7 +82,7 @@ def _next_command(
 
 
 def print_losses(losses: CacheLosses) -> None:
-    """Print a table of the losses by width, rotation and clipping, and one of how well losses of heads add up."""
+    """Print a table of the losses by width and setting, and one of how well losses of heads add up."""
     from kvsurgery.display import console
 
     rows = []
@@ -91,9 +91,9 @@ def print_losses(losses: CacheLosses) -> None:
         for setting in settings:
             mark = "best" if setting == best and len(settings) > 1 else ""
             clip = "yes" if setting.clip else "no"
-            rows.append((bits, setting.rotate, clip, f"{setting.loss:.2g}", mark))
+            rows.append((bits, setting.rotate, clip, setting.rounding, f"{setting.loss:.2g}", mark))
     title = f"Divergence of the next token with every head quantized, {losses.context:,} tokens of {losses.text}"
-    console.stdout.print(console.table(title, ["bits", "rotated", "clipped", "nats", ""], rows, left=2))
+    console.stdout.print(console.table(title, ["bits", "rotated", "clipped", "rounded by", "nats", ""], rows, left=2))
     rows = [
         (combination.name, f"{combination.expected:.2g}", f"{combination.measured:.2g}")
         for combination in losses.combinations
