@@ -198,6 +198,28 @@ def test_copies_of_a_cache_go_on_alike(converted: Converted) -> None:
     assert torch.equal(found[1], found[2])
 
 
+def test_tiles_that_are_due_before_a_step_with_kernels_are_packed_alike(converted: Converted) -> None:
+    """Kernels do not round by the queries, so storage packs in plain torch and tells them."""
+    ids, model = tokens(1, 261), converted.model
+    with torch.no_grad():
+        expected = model(ids[:, :260]).past_key_values
+        cache = copy.deepcopy(expected)
+        model(ids[:, 260:], past_key_values=expected)
+    cache.begin(None, 1, 1)
+    packed = 0
+    for layer, expected_layer in zip(cache.attention, expected.attention, strict=True):
+        layer.make_room(1)
+        for group, expected_group in zip(layer.storage.tiled, expected_layer.storage.tiled, strict=True):
+            assert group.packed == [0]
+            layer.storage.table()
+            layer.pack()
+            assert group.packed == expected_group.packed == [TILE]
+            assert layer.storage.table().packed[0, : group.heads].tolist() == [TILE] * group.heads
+            assert all(map(torch.equal, group.tiles, expected_group.tiles))
+            packed += 1
+    assert packed > 1
+
+
 def without_a_layer(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["layers.0.feedback"]
 
