@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.helpers.emitted import emitted
 from tests.helpers.families import CACHE_PATHS, SHARED_CACHE, WITH_STATES, stock, tokens
 from tests.helpers.gpu_strides import lay_out_as_on_a_gpu
+from tests.helpers.losses import least_error_factors
 from tests.helpers.measured_models import measured_model
 from tests.helpers.surgery import convert_folder
 
@@ -204,6 +207,35 @@ class TestLosses:
         )
         for name, losses in measured[0].heads.items():
             assert np.allclose(moved.heads[name][:, list(order[0])], losses)
+        for rotate, factors in measured[0].rounding.items():
+            moved_order, moved_feedback = vars(moved.rounding[rotate]).values()
+            assert (moved_order[1, list(order[0])] == factors.order[1]).all()
+            assert (moved_feedback[1, list(order[0])] == factors.feedback[1]).all()
+            assert factors.feedback[[1, 3]].any((2, 3)).all()
+            assert not factors.feedback[[0, 2]].any()
+
+    def test_queries_are_summed_over_the_passages(self, measured) -> None:
+        """Of a head's group, after RoPE, at the positions of the prompt."""
+        model, queries = gemma(), []
+        module = sys.modules[type(model).__module__]
+        rotate, passages = module.apply_rotary_pos_emb, SMALL.of(tokens(1, 2000)[0].numpy(), (1,))
+
+        def noted(*states, **options):
+            queries.append(rotate(*states, **options))
+            return queries[-1]
+
+        covariance = np.zeros((4, 16, 16))
+        with mock.patch.object(module, "apply_rotary_pos_emb", noted), torch.no_grad():
+            for passage in passages:
+                queries.clear()
+                model(passage[None, : SMALL.context])
+                query = queries[3][0][0].double().unflatten(0, (4, -1)).flatten(1, 2)
+                covariance += (query.mT @ query).numpy()
+        found = measured[0].rounding["values"]
+        for head in range(4):
+            order, feedback = least_error_factors(covariance[head])
+            assert (found.order[3, head] == order).all()
+            np.testing.assert_allclose(found.feedback[3, head], feedback, rtol=1e-2, atol=5e-3)
 
     def test_refusals(self) -> None:
         text = tokens(1, 2000)[0].numpy()
