@@ -69,8 +69,8 @@ CALLED = emit conversion/test_logits.py $(patsubst %,templates/test_%.py,adapter
 COMMANDS = bench compute compute_families convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream
 REST = distributed/test_tensor_parallel.py bench evaluate/test_decoding.py test_hub.py $(COMMANDS:%=cli/test_%.py)
 REST += $(patsubst %,templates/test_%.py,budgeted chunked_attention encode hold kv_cache quantized)
-TORCH_ONLY = any_operations or every_cache_path_equals or quantized_twice or every_way_in or tile_by_tile or minutes_decide
-TORCH_ONLY += or more_bits or decoding_of_quantized_heads
+TORCH_ONLY = any_operations or every_cache_path_equals or quantized_twice or every_way_in or tile_by_tile or minutes
+TORCH_ONLY += or without_loss or more_bits or decoding_of_quantized_heads
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-4.%: .venv-4.%/ready

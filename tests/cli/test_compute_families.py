@@ -40,7 +40,7 @@ def test_a_version_of_transformers_that_computes_something_else_is_refused(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AutoConfig.for_model("granitemoe").save_pretrained("granite")
-    monkeypatch.setattr("transformers.__version__", "4.57.6")
+    monkeypatch.setattr("kvsurgery.measure.model.transformers.__version__", "4.57.6")
     said = refused("profile", "compute", "granite", "--method", "duo", "-o", "p.safetensors")
     assert "the heads of granite cannot be measured with transformers 4.57.6" in said
     assert said.strip().endswith("install transformers 5")
