@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .kv_columns import Columns, Rows
 from .kv_heads import HeadGroup
 from .kv_kind import Heads
 from .kv_kinds import kinds_of, storage_of, with_rounding
-from .kv_layout import KVLayout, LayerLayout, Quantization
+from .kv_layout import HYBRID, KVLayout, LayerLayout, Quantization, setting, text_config
 
 # what transformers calls a cache among arguments and outputs, since version 5.24 and before
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -43,7 +42,7 @@ class Handle(NamedTuple):
         return self
 
 
-class HandingLayer(CacheLayerMixin):
+class HandingLayer(cache_utils.CacheLayerMixin):
     """A layer that stores nothing when it is updated: it hands the new states to the attention function."""
 
     is_sliding = False
@@ -220,7 +219,7 @@ class KVLayerCache(HandingLayer):
         self._find_runs()
 
 
-class HandingCache(Cache):
+class HandingCache(cache_utils.Cache):
     """A cache whose attention layers hand new states to the attention function."""
 
 
@@ -251,6 +250,10 @@ class KVSurgeryCache(HandingCache):
             if layer.source is None  # those that share a cache come last
         ]
         self.attention = [layer for layer in layers if isinstance(layer, KVLayerCache)]
+        if HYBRID in (setting(text_config(config), "layer_types") or ()):
+            from . import kv_states
+
+            layers = [kv_states.StatefulLayer(layer) for layer in layers]
         self.linear = [layer for layer in layers if not isinstance(layer, KVLayerCache)]
         super().__init__(layers=layers)
 
@@ -331,13 +334,13 @@ class KVSurgeryCache(HandingCache):
         of its own, it is the most that any has seen.
         """
         own_layers = self.layers[layer_idx : layer_idx + 1] if layer_idx is not None else []
-        lengths = [layer.seen for layer in own_layers if isinstance(layer, KVLayerCache)]
+        lengths = [layer.seen for layer in own_layers if hasattr(layer, "seen")]
         return max(lengths or [layer.seen for layer in self.attention])
 
     def reset(self) -> None:
         super().reset()
         for layer in self.linear:  # after a reset, they keep their number of rows
-            layer.__init__()
+            cache_utils.LinearAttentionLayer.__init__(layer)
         self.columns.clear()
         self.graph = None
 

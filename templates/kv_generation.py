@@ -68,6 +68,10 @@ class KVSurgeryModel:
                 )
         return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        self.get_decoder()._init_weights(self.get_decoder())  # skipped in custom code, it may set buffers of layers
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "peft_config":  # peft has put adapters into the model
             check_adapters(self, value)
@@ -264,9 +268,7 @@ def with_kv_cache(forward: Callable) -> Callable:
         if cache is None and use_cache:
             cache = arguments[CACHE] = KVSurgeryCache(self.config)
         if config._attn_implementation != NAME:
-            raise ValueError(
-                f"this checkpoint runs with its own attention only, not with {config._attn_implementation!r}"
-            )
+            raise ValueError(f"this checkpoint runs with its own attention, not with {config._attn_implementation!r}")
         if cache is not None:
             check_cache(cache)
             cache.begin(mask, *shape)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 VERSION = 2
 QUANTIZATION = {1: "quantisation", 2: "quantization"}
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
-# what `layer_types` of a config calls layers that have a state and no KV cache
-STATES = "linear_attention", "mamba", "conv"
+# what `layer_types` of a config calls layers that have a state and no KV cache, and those that have both
+STATES, HYBRID = ("linear_attention", "mamba", "conv"), "hybrid"
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # and those with a window of their own
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
@@ -397,7 +397,7 @@ def text_config(config: Any) -> Any:
 
 def has_states(config: Any) -> bool:
     """Whether layers of a text model have states of all earlier tokens, by its config."""
-    return not {*STATES}.isdisjoint(setting(config, "layer_types") or ())
+    return not {*STATES, HYBRID}.isdisjoint(setting(config, "layer_types") or ())
 
 
 def layer_setting(config: Any, layer: int, name: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 from transformers import QuantizedCache
 
 WIDTHS = {"quanto": (4, 2), "hqq": (8, 4, 2)}  # bits that each backend of QuantizedCache supports
+STATES = "conv_states", "recurrent_states"  # of layers that have both keys and states
 STEP = 64  # tokens; backends that scale keys per channel need prompts of a multiple of these
 
 
@@ -27,7 +28,8 @@ def cache_bytes(cache: Any) -> int:
     """Bytes of keys and values that a cache holds, without the states of linear attention."""
     if hasattr(cache, "allocated_bytes"):
         return cache.allocated_bytes()
-    return sum(stored_bytes(vars(layer)) for layer in cache.layers if hasattr(layer, "keys"))
+    stored = [vars(layer) for layer in cache.layers if hasattr(layer, "keys")]
+    return sum(stored_bytes([part for name, part in one.items() if name not in STATES]) for one in stored)
 
 
 def unusable(make: Callable[[], QuantizedCache]) -> str:

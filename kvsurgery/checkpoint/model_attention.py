@@ -106,7 +106,8 @@ class ModelAttention:
     def layers(self) -> ModelLayers:
         """The attention of each layer, and the layers that share a KV cache."""
         chunked = self.family.has_chunked_layers
-        return ModelLayers(self.dimensions, self.windows, chunked, self.sliding_dimensions, self.sources)
+        stateful = self.state_bytes() > 0
+        return ModelLayers(self.dimensions, self.windows, chunked, self.sliding_dimensions, self.sources, stateful)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
@@ -154,7 +155,7 @@ class ModelAttention:
         if states is None:
             return 0
         layer_bytes = itemsize * self._sum(states.convolution) + 4 * self._sum(states.recurrence)
-        return self.windows.count(0) * layer_bytes
+        return layer_bytes * (len(self.windows) if states.beside else self.windows.count(0))
 
     def _sum(self, products: Iterable[str]) -> int:
         """The sum of products of numbers and config keys, as `States` has them."""

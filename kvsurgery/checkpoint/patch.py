@@ -147,12 +147,14 @@ class States(Table):
     """The elements of a layer's states: each number is a sum of products of config keys.
 
     Attributes:
+        beside: whether every layer has states beside its attention, not some in place of it.
         convolution: of the last inputs of its convolution, in the dtype of the model.
         recurrence: of its recurrent state, in float32.
     """
 
     convolution: tuple[str, ...]
     recurrence: tuple[str, ...] = ()
+    beside: bool = False
 
     def keys(self) -> Iterator[str]:
         """The config keys of all factors."""

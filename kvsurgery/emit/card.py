@@ -10,6 +10,7 @@ from hashlib import sha256
 from typing import Any
 
 from kvsurgery.checkpoint.dtype import ITEMSIZES, config_dtype
+from kvsurgery.checkpoint.patch import States
 from kvsurgery.checkpoint.quantization import Quantization
 from kvsurgery.checkpoint.side_code import SideCode
 from kvsurgery.emit.config import auto_class
@@ -88,6 +89,7 @@ def model_card(
     original: str = "",
     replicated: bool = False,
     side_code: SideCode | None = None,
+    states: States | None = None,
 ) -> str:
     """README.md of a converted checkpoint.
 
@@ -99,6 +101,7 @@ def model_card(
         original: the source's README.md, for its license and language.
         replicated: whether every process of tensor parallelism has all heads, as `Family` says.
         side_code: code of the source's tokenizer or processor.
+        states: those of the model's layers, as `Family` says.
     """
     from kvsurgery.emit.rendering import template_environment
 
@@ -119,6 +122,7 @@ def model_card(
         hashes=code_hashes({**code, **side_code.files}),
         kv_rows=[{**row, "tokens": length_name(row["tokens"])} for row in kv_table(config)],
         state_layers=sum(not layer.heads for layer in policy.layout.attended),
+        states_beside=states is not None and states.beside,
         longest=length_name(lengths_of(config)[-1]),
         model_type=config["model_type"],
         repo_id=repo_id[0] if repo_id else None,

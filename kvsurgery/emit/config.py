@@ -51,7 +51,7 @@ def converted_config(model: Model, policy: Policy, dtype: str | None = None) -> 
         full_shape = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
         full_layers = [layer for layer, window in enumerate(model.windows) if window is None]
         text |= {"head_dim": sliding.head_dim, "per_layer_config": {str(layer): full_shape for layer in full_layers}}
-    if family.states and text.get("layer_types") is None:
+    if family.states and not family.states.beside and text.get("layer_types") is None:
         text["layer_types"] = [*model.kinds]
     if dtype is not None:
         _name_dtype(result, text, dtype)

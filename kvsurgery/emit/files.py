@@ -58,7 +58,9 @@ def emit(
             f"{checkpoint.folder / name} is code of the tokenizer, and conversion writes a file of this name; "
             "rename it there"
         )
-    card = model_card(checkpoint.name, config, profile, policy, files, original_card, family.replicated, side_code)
+    card = model_card(
+        checkpoint.name, config, profile, policy, files, original_card, family.replicated, side_code, family.states
+    )
     files["README.md"] = card.encode(errors="replace")
     if generation.is_file():
         with reading(generation):

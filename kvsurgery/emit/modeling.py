@@ -51,7 +51,14 @@ def modeling_code(family: Family, needs: Needs) -> str:
     return (
         template_environment()
         .get_template("modeling_kvsurgery.py.jinja")
-        .render(vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], needs=needs)
+        .render(
+            vars(family.modeling),
+            model=model,
+            generator=generator,
+            auto_class=[*family.classes][-1],
+            states=family.states,
+            needs=needs,
+        )
     )
 
 

@@ -56,6 +56,7 @@ class ModelLayers:
         chunked: whether windows are chunks.
         sliding: dimensions of the layers with a window, if they differ from the model's.
         sources: from each layer that shares the KV cache of an earlier layer to that layer.
+        stateful: whether layers have states in place of a KV cache, or beside it.
     """
 
     dimensions: ModelDimensions
@@ -63,6 +64,7 @@ class ModelLayers:
     chunked: bool = False
     sliding: ModelDimensions | None = None
     sources: Mapping[int, int] = field(default_factory=dict)
+    stateful: bool = False
 
     @property
     def eligible(self) -> np.ndarray:

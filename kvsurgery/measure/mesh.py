@@ -192,7 +192,7 @@ def check_divisible(measured: MeasuredModel) -> None:
     Raises:
         UnsupportedModel: it does.
     """
-    if 0 in measured.windows:
+    if measured.layers.stateful:
         raise UnsupportedModel(
             f"{measured.name} has layers with states of all earlier tokens, so that processes cannot share the tokens "
             "of a prompt; leave `sp` out"

@@ -58,6 +58,7 @@ DENSE = (
     "Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "ExaoneMoeForCausalLM",
+    "FalconH1ForCausalLM",
     "Gemma3nForCausalLM",
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",

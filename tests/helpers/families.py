@@ -195,6 +195,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **MIXTRAL,
         **MAMBA,
     },
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "head_dim": 16,
+        "mamba_d_ssm": 96,
+        "key_multiplier": 0.5,
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 1.2,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.7,
+        "ssm_multipliers": [0.5, 0.8, 1.2, 0.9, 1.1],
+        "mlp_multipliers": [0.9, 1.3],
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.4,
+        **MAMBA,
+    },
     "gemma4": {
         "model_type": "gemma4_text",
         **GEMMA_4,
@@ -445,8 +460,11 @@ MEASURED = [*FAMILIES, *(name for name, (text, _) in WITH_IMAGES.items() if text
 LAYER_HEADS = [
     name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention and name not in SHARED_CACHE
 ]
-# whose draft cannot be taken back: layers without a KV cache have one state of all tokens
+# whose draft cannot be taken back: layers have one state of all tokens
 WITH_STATES = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).states]
+# of which every layer has it beside its KV cache, and some layers in place of one
+STATES_BESIDE = [name for name in WITH_STATES if load_family(FAMILIES[name]["model_type"]).states.beside]
+STATES_ALONE = [name for name in WITH_STATES if name not in STATES_BESIDE]
 
 # one for each way to call the emitted attention and cache: what depends on these alone is not tested on every family.
 CACHE_PATHS = {

@@ -14,6 +14,7 @@ from tests.helpers.families import (
     LAYER_HEADS,
     MEASURED,
     SHARED_CACHE,
+    STATES_ALONE,
     WITH_STATES,
     largest,
     rounding,
@@ -213,7 +214,7 @@ def test_layers_that_share_a_cache_share_its_gates(family):
     assert (scores[[0, 2, 4]] == 0).all()
 
 
-@pytest.mark.parametrize("family", WITH_STATES)
+@pytest.mark.parametrize("family", STATES_ALONE)
 def test_layers_with_states_have_no_gates(family):
     measured = measured_model(stock(family))
     mix = random_gates(measured)

@@ -355,7 +355,7 @@ class TestRefusals:
         model = mixed("llama").load()
         model.config._attn_implementation = "sdpa"
         for use_cache in (True, False):
-            with pytest.raises(ValueError, match="own attention only"):
+            with pytest.raises(ValueError, match="runs with its own attention"):
                 model(tokens(1, 5), use_cache=use_cache)
 
     def test_another_cache_class(self, llama):

@@ -1,4 +1,4 @@
-"""Models of which only some layers have KV heads: the others have states, which lie in the same cache."""
+"""Models whose layers have states, in place of KV heads or beside them: they lie in the same cache."""
 
 import copy
 import json
@@ -9,28 +9,47 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.system.sizes import size
 from kvsurgery.templates.kv_graph import fits
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.command import done
-from tests.helpers.families import WITH_STATES, largest, make, rounding, tokens
+from tests.helpers.families import STATES_ALONE, STATES_BESIDE, WITH_STATES, largest, make, rounding, tokens
 from tests.helpers.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import chunked, logits
 from tests.templates.test_generation import GREEDY, batch
 
 pytestmark = pytest.mark.skipif(not WITH_STATES, reason="no such family in this version of transformers")
 families = pytest.mark.parametrize("family", WITH_STATES)
+alone = pytest.mark.parametrize("family", STATES_ALONE)
+beside = pytest.mark.parametrize("family", STATES_BESIDE)
 
 
-@families
+@alone
 def test_only_attention_has_heads(mixed, family):
     converted = mixed(family)
     linear = [kind != "full_attention" for kind in converted.stock.get_decoder().config.layer_types]
     assert any(linear)
     assert [layer.heads for layer in converted.policy.layers] == [0 if one else 4 for one in linear]
     assert converted.policy.eligible == 4 * linear.count(False)
+
+
+@beside
+def test_all_layers_have_heads_and_states(checkpoint, mixed, family):
+    converted = mixed(family)
+    with torch.no_grad():
+        cache = converted.model(tokens(2, 40)).past_key_values
+    assert cache.linear == cache.layers
+    assert cache.attention == [layer.attention for layer in cache.layers]
+    assert [layer.heads for layer in converted.policy.layers] == [4] * 4
+    states = size(Checkpoint.open(checkpoint(family)).model.state_bytes())
+    inspected = " ".join(done("inspect", checkpoint(family)).out.split())
+    assert f"states {states} a sequence beside the KV cache, not counted as KV cache" in inspected
+    card = (converted.folder / "README.md").read_text()
+    assert "All layers have a state of constant size beside their keys and values" in card
+    assert "with left\npadding and beam search work" in card
 
 
 @families
@@ -44,7 +63,7 @@ def test_bytes_are_those_of_keys_and_values(mixed, family):
     with torch.no_grad():
         converted.stock(tokens(2, 40), past_key_values=stock)
     keys = [layer.keys for layer in stock.layers if hasattr(layer, "keys")]
-    assert layout.dense_bytes(2, 40, itemsize=4) == 2 * sum(part.nbytes for part in keys)
+    assert layout.dense_bytes(2, 40, itemsize=4) == cache_bytes(stock) == 2 * sum(part.nbytes for part in keys)
 
 
 @families
@@ -59,7 +78,7 @@ def test_bytes_of_states_are_predicted(mixed, family):
     assert Footprint.of(checkpoint).states == predicted
 
 
-@families
+@alone
 def test_commands_tell_of_states_and_leave_their_layers_out(checkpoint, tmp_path, family):
     folder = checkpoint(family)
     profile = replace(random_profile(folder), windows=(0, 0, None, None))
@@ -102,7 +121,7 @@ def test_packed_texts_are_refused(mixed, family):
             called(ids, position_ids=packed, use_cache=False)
 
 
-@families
+@alone
 def test_the_card_tells_of_states(mixed, family):
     card = (mixed(family).folder / "README.md").read_text()
     assert "2 of 4 layers have a state of constant size" in card
@@ -168,7 +187,7 @@ def test_decode_steps_are_not_captured(mixed, family, monkeypatch):
     assert fit == [True, False]
 
 
-@families
+@alone
 @pytest.mark.parametrize("blocks", [[], [[2, 2]]], ids=["none", "some"])
 def test_heads_that_contradict_the_layers(mixed, family, blocks):
     config = copy.deepcopy(mixed(family).model.config)
