@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .kv_columns import Columns, Rows
 from .kv_heads import HeadGroup
 from .kv_kind import Heads
-from .kv_kinds import kinds_of, storage_of, with_rounding
+from .kv_kinds import kinds_of, quantized_code, storage_of
 from .kv_layout import HYBRID, KVLayout, LayerLayout, Quantization, setting, text_config
 
 # what transformers calls a cache among arguments and outputs, since version 5.24 and before
@@ -132,8 +132,7 @@ class KVLayerCache(HandingLayer):
         seen = self.seen + tokens
         if seen != self.columns.expected:
             raise RuntimeError(
-                "a KVSurgeryCache is filled by calling the converted model; after a forward that was interrupted, "
-                "reset() it"
+                "a KVSurgeryCache is filled by calling the converted model; after an interrupted forward, reset() it"
             )
         for group in self.storage.tiled:
             group.settled = self.columns.settled
@@ -239,7 +238,8 @@ class KVSurgeryCache(HandingCache):
         layout = KVLayout.from_config(config)
         if quantization:
             layout = layout.quantized(quantization)
-        layout = with_rounding(layout, config.name_or_path, getattr(config, "_commit_hash", None))
+        if layout.quantization:
+            layout = quantized_code().with_rounding(layout, config)
         self.columns = Columns(capacity)
         self.graph: Any = None  # of decode steps, if whoever runs them has one (kv_graph.py)
         self.repeated = 0  # tokens that the next input begins with, and that are here already

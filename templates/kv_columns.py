@@ -34,9 +34,7 @@ class Columns:
     def begin(self, mask: torch.Tensor | None, rows: int, tokens: int, seen: int) -> None:
         """Learn of a forward of `tokens` columns after `seen` ones, as `KVSurgeryCache.begin` says."""
         if self.padded_right:
-            raise ValueError(
-                "the cache ends in right padding, so nothing can follow; pad prompts on the left to generate"
-            )
+            raise ValueError("the cache ends in right padding, so nothing can follow; pad on the left to generate")
         if mask is not None and mask.shape[-1] != seen + tokens:
             raise ValueError(f"the attention mask covers {mask.shape[-1]} tokens, cache and input have {seen + tokens}")
         self.expected = seen + tokens

@@ -15,7 +15,7 @@ from .kv_adapters import NO_HOTSWAP, check_adapters, check_order, mark_order
 from .kv_attention import NAME, RUNNING, Running
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
 from .kv_inputs import by_name, input_shape, padding_of, text_starts
-from .kv_kinds import kinds_of, quantized_code, storage_of, with_rounding
+from .kv_kinds import kinds_of, quantized_code, storage_of
 from .kv_layout import KVLayout, text_config
 
 # where `from_pretrained` reads files from
@@ -33,7 +33,8 @@ class KVSurgeryModel:
         for layer in layout.layers:
             kinds_of(layer)  # before weights are loaded, whether their code is here
             storage_of(layer)
-        with_rounding(layout, config.name_or_path, getattr(config, "_commit_hash", None))
+        if layout.quantization:
+            quantized_code().with_rounding(layout, config)
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
@@ -67,10 +68,6 @@ class KVSurgeryModel:
                     "others; load it with a config of its own"
                 )
         return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
-
-    def initialize_weights(self) -> None:
-        super().initialize_weights()
-        self.get_decoder()._init_weights(self.get_decoder())  # skipped in custom code, it may set buffers of layers
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "peft_config":  # peft has put adapters into the model
@@ -130,18 +127,14 @@ class KVSurgeryGeneration(KVSurgeryModel):
                 "leave it out, or pass an assistant_model"
             )
         if getattr(generation_config, "use_mtp", False):  # transformers 5.24
-            raise ValueError(
-                "the layers that use_mtp drafts with have no place in this checkpoint's cache; leave it out"
-            )
+            raise ValueError("use_mtp drafts with layers that have no place in this checkpoint's cache; leave it out")
         cache = model_kwargs.get(CACHE)
         if cache is not None and generation_config.cache_implementation is not None:
             raise ValueError("cache_implementation does not apply to a cache that exists; leave one of them out")
         if cache is None:
             quantization = None
             if generation_config.cache_implementation == "quantized":
-                quantization = quantized_code().requested_quantization(
-                    generation_config.cache_config or {}, self.config
-                )
+                quantization = quantized_code().requested_quantization(generation_config.cache_config, self.config)
             elif generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
                 raise ValueError(
                     f"cache_implementation={generation_config.cache_implementation!r} does not apply: "
@@ -361,13 +354,11 @@ def convert_weights(class_name: str, stock: str) -> None:
     transformers 5 renames tensors and joins experts at load, but not for custom code unless it is registered.
     """
     try:
-        from transformers.conversion_mapping import (
-            get_checkpoint_conversion_mapping,
-            register_checkpoint_conversion_mapping,
-        )
+        from transformers import conversion_mapping
     except ImportError:  # transformers 4 renames for every class, and keeps experts apart
         return
-    register_checkpoint_conversion_mapping(class_name, get_checkpoint_conversion_mapping(stock), overwrite=True)
+    mapping = conversion_mapping.get_checkpoint_conversion_mapping(stock)
+    conversion_mapping.register_checkpoint_conversion_mapping(class_name, mapping, overwrite=True)
 
 
 def require_transformers(major: int) -> None:

@@ -160,6 +160,5 @@ def _check_lengths(arguments: Mapping[str, Any], starts: torch.Tensor, rows: int
             agrees = value.tolist() == bounds.tolist()
         if not agrees:
             raise ValueError(
-                f"{name} tells other texts apart than position_ids; pass position_ids that start again with each text, "
-                "and no attention_mask"
+                f"{name} tells other texts apart than position_ids; pass only position_ids that restart at each text"
             )

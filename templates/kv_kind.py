@@ -86,8 +86,7 @@ class Heads:
         tiles_end = max(group.tiles_end for group in self.groups)
         if length < tiles_end:
             raise ValueError(
-                f"cannot take the cache back from {seen} to {length} tokens: all but the newest {seen - tiles_end} "
-                "are quantized"
+                f"cannot take the cache back from {seen} to {length} tokens: the first {tiles_end} are quantized"
             )
 
     def take_back(self, length: int) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from .kv_full import FullHeads
 from .kv_kind import Heads
-from .kv_layout import ACCUMULATED, KVLayout, LayerLayout
+from .kv_layout import ACCUMULATED, LayerLayout
 from .kv_storage import Storage
 from .kv_streaming import StreamingHeads
 
@@ -55,27 +55,6 @@ def storage_of(layout: LayerLayout) -> Storage:
         ValueError: it is quantized, and this checkpoint was converted without the code of quantized caches.
     """
     return quantized_code().TiledStorage(layout) if layout.quantization else Storage(layout)
-
-
-def with_rounding(layout: KVLayout, name: str, revision: str | None) -> KVLayout:
-    """The layout with the factors by which keys are rounded, where they are rounded by the queries.
-
-    Args:
-        name, revision: folder of the checkpoint, or its Hub id and commit.
-
-    Raises:
-        ValueError: this checkpoint was converted without their code, or its file of factors does not fit.
-    """
-    if not any(layer.rounded_by_queries for layer in layout.layers):
-        return layout
-    try:
-        from . import kv_rounding
-    except ImportError as error:
-        raise ValueError(
-            "config.json rounds keys by the queries, and this checkpoint was converted without their code; convert the "
-            "original model with --kv-rounding queries"
-        ) from error
-    return kv_rounding.with_factors(layout, name, revision)
 
 
 def quantized_code() -> Any:

@@ -18,8 +18,7 @@ SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # and those with a 
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
 ROUNDINGS = NEAREST, QUERIES = "nearest", "queries"
-# engines load every such file that stands beside the weights
-ROUNDING_FILE = "kv_cache/rounding.safetensors"
+ROUNDING_FILE = "kv_cache/rounding.safetensors"  # engines load every such file that stands beside the weights
 CLIPPED = 7  # ranges of a group to choose from: all of it, and 1/20 less each
 TILE = 128  # tokens of a head that are quantized together
 # by what budgeted heads choose, see `Selection`
@@ -154,12 +153,8 @@ class Quantization:
             raise ValueError(f"whether a quantized cache clips ranges is true or false, got {self.clip!r}")
         if self.rotate not in ROTATIONS:
             raise ValueError(f"a quantized cache rotates {', '.join(ROTATIONS)}, got {self.rotate!r}")
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(
-                f"keys of a quantized cache are rounded by {' or '.join(ROUNDINGS)}, got {self.rounding!r}"
-            )
-        if self.rounding == QUERIES and self.scheme != "kivi":
-            raise ValueError(f"keys are rounded by the queries with the scheme kivi, got {self.scheme!r}")
+        if self.rounding not in (ROUNDINGS if self.scheme == "kivi" else (NEAREST,)):
+            raise ValueError(f"keys are rounded nearest or, with the scheme kivi, by queries, got {self.rounding!r}")
         if not self.widths.fill_words(head_dim):
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         if type(self.streaming) is not bool:
@@ -168,9 +163,7 @@ class Quantization:
         if size is None:
             return
         if type(size) is not int or size < 1 or head_dim % size:
-            raise ValueError(
-                f"the group size {size!r} does not divide head_dim {head_dim}; leave it out, or give a divisor"
-            )
+            raise ValueError(f"group size {size!r} does not divide head_dim {head_dim}; leave it out")
         if self.scheme == "kivi" and (TILE % size or size < MIN_GROUP):
             raise ValueError(f"the group size {size} of kivi must divide {TILE} and be {MIN_GROUP} or more")
 
@@ -244,8 +237,7 @@ class LayerLayout:
     head_dim: int | None = None
     chunked: bool = False
     source: int | None = None
-    # factors by which keys are rounded, in the model that runs
-    round_keys: Any = field(default=None, compare=False, repr=False)
+    round_keys: Any = field(default=None, compare=False, repr=False)  # factors of rounding, in a model that runs
 
     def in_window(self, i: Any, j: Any) -> Any:
         """Whether the window of streaming heads at position i has position j <= i: integers, or tensors of them."""

@@ -40,7 +40,7 @@ class QueryRounding:
         return self.order.nbytes + self.feedback.nbytes
 
     def to(self, device: torch.device) -> "QueryRounding":
-        """The same on a device."""
+        """The factors on another device."""
         return QueryRounding(self.order.to(device), self.feedback.to(device))
 
     def part(self, first: int, heads: int) -> "QueryRounding":
@@ -57,7 +57,8 @@ class QueryRounding:
         parts = (part.expand_as(grouped)[..., 0].movedim((-1, 1), (0, 1)) for part in (grouped - low, scale))
         keys, scale = (part.flatten(2).take_along_dim(order, 0) for part in parts)  # [head_dim, heads, keys]
         scale = scale.where(scale > 0, torch.finfo(scale.dtype).max)  # a code of 0 then, as it stands for nothing else
-        codes, errors = torch.empty_like(keys), torch.empty_like(keys)
+        codes = torch.empty_like(keys)
+        errors = torch.empty_like(keys)
         for start in range(0, len(keys), BLOCK):
             block = slice(start, start + BLOCK)
             keys[block] -= (feedback[:, :start, block].mT @ errors[:start].transpose(0, 1)).transpose(0, 1)
@@ -112,7 +113,8 @@ def checked(factors: dict[str, torch.Tensor], layer: int, heads: int, head_dim: 
         ValueError: they are missing, or have another shape or values that no factors have.
     """
     fault = f"{ROUNDING_FILE} has no factors of {heads} heads of {head_dim} for layer {layer}; convert the model again"
-    order, feedback = (factors.get(f"layers.{layer}.{name}") for name in ("order", "feedback"))
+    order = factors.get(f"layers.{layer}.order")
+    feedback = factors.get(f"layers.{layer}.feedback")
     if order is None or order.shape != (heads, head_dim) or order.dtype != torch.int16:
         raise ValueError(fault)
     if feedback is None or feedback.shape != (heads, head_dim, head_dim) or feedback.dtype != torch.float16:

@@ -115,11 +115,7 @@ class AttentionPath(Protocol):
 
 
 def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    allowed: torch.Tensor | None,
-    scoring: Scoring,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
     """Softmax attention with grouped heads, keys and values never repeated.
 

@@ -366,7 +366,25 @@ class TiledStorage(Storage):
         return rotated(output, self.layout.rotated_values * output.shape[1] // self.layout.heads, back=True)
 
 
-def requested_quantization(cache_config: dict, config: Any) -> Quantization:
+def with_rounding(layout: KVLayout, config: Any) -> KVLayout:
+    """The layout of a config with the factors by which keys are rounded, where they are rounded by the queries.
+
+    Raises:
+        ValueError: this checkpoint was converted without their code, or its file of factors does not fit.
+    """
+    if not any(layer.rounded_by_queries for layer in layout.layers):
+        return layout
+    try:
+        from . import kv_rounding
+    except ImportError as error:
+        raise ValueError(
+            "config.json rounds keys by the queries, and this checkpoint was converted without their code; convert the "
+            "original model with --kv-rounding queries"
+        ) from error
+    return kv_rounding.with_factors(layout, config.name_or_path, getattr(config, "_commit_hash", None))
+
+
+def requested_quantization(cache_config: dict | None, config: Any) -> Quantization:
     """What `generate(cache_implementation="quantized", cache_config=...)` asks for, in the terms of transformers.
 
     `nbits`, `q_group_size`, `residual_length`, and `axis_key` and `axis_value` as the `backend` means them: its default
@@ -375,6 +393,7 @@ def requested_quantization(cache_config: dict, config: Any) -> Quantization:
     Raises:
         ValueError: an unknown key, or a value that this cache cannot have.
     """
+    cache_config = cache_config or {}
     known_keys = {"backend", "nbits", "q_group_size", "residual_length", "axis_key", "axis_value"}
     if unknown_keys := sorted(set(cache_config) - known_keys):
         raise ValueError(

@@ -12,7 +12,8 @@ def rounding_file(layout: KVLayout, losses: CacheLosses) -> bytes:
     tensors = {}
     for index, layer in enumerate(layout.layers):
         if layer.quantization and layer.rounded_by_queries:
-            factors, heads = losses.rounding[str(layer.quantization.rotate)], list(layer.order)
+            factors = losses.rounding[str(layer.quantization.rotate)]
+            heads = list(layer.order)
             tensors[f"layers.{index}.order"] = factors.order[index, heads]
             tensors[f"layers.{index}.feedback"] = factors.feedback[index, heads]
     return to_bytes({}, tensors)

@@ -52,7 +52,8 @@ def roundings(
     """How the heads of these layers round their keys, by what is rotated and by layer."""
     by_rotation: dict[str, dict[int, QueryRounding]] = {}
     for rotate, model_factors in factors.items():
-        order, feedback = torch.from_numpy(model_factors.order), torch.from_numpy(model_factors.feedback)
+        order = torch.from_numpy(model_factors.order)
+        feedback = torch.from_numpy(model_factors.feedback)
         by_rotation[rotate] = {
             layer: QueryRounding(order[layer].long(), feedback[layer]).to(device) for layer in layers
         }

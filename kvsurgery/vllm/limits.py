@@ -8,8 +8,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from kvsurgery.errors import ServingError
-from kvsurgery.templates.kv_kinds import with_rounding
 from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_rounding import with_factors
 from kvsurgery.vllm.architectures import DENSE
 from kvsurgery.vllm.forecast import ELSEWHERE, has_bidirectional_images, ignored, servable_layout
 from kvsurgery.vllm.quantized import in_pages
@@ -80,8 +80,8 @@ def checked_layout(vllm_config: Any) -> KVLayout:
     model = vllm_config.model_config
     try:
         layout = servable_layout(model.hf_config)
-        if in_pages(layout, vllm_config):
-            layout = with_rounding(layout, model.model, model.revision)
+        if in_pages(layout, vllm_config) and any(layer.rounded_by_queries for layer in layout.layers):
+            layout = with_factors(layout, model.model, model.revision)
     except ValueError as error:
         raise ServingError(str(error)) from error
     _check_settings(vllm_config, layout)
