@@ -1,7 +1,6 @@
 """`kvsurgery profile import`: published files in, a profile or one clear line out."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.headkv import HEADKV_METHODS
 from tests.cli.profile_command import LLAMA, refusal, run, working_folder  # noqa: F401  (a fixture)
 from tests.helpers.hub_repo import Blob
-from tests.helpers.hub_server import COMMAND, serve
+from tests.helpers.hub_server import serve
 
 
 class TestImport:
@@ -119,24 +118,14 @@ class TestImport:
 
 
 class TestImportFromTheHub:
-    """In a process of its own: huggingface_hub reads its endpoint when it is imported."""
-
-    def command(self, here, endpoint, *arguments, **environment):
-        script = "import time; time.sleep = lambda s: None\nfrom kvsurgery.cli import main; main()"
-        return subprocess.run(
-            [sys.executable, "-c", script, "profile", "import", "duo", "gates", "-o", "p.safetensors", *arguments],
-            cwd=here,
-            env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(here / "hf"), **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def command(self, hub, here, *arguments, **environment):
+        return hub.run(here, "profile", "import", "duo", "gates", "-o", "p.safetensors", *arguments, **environment)
 
     def test_only_the_config_is_read(self, here):
         (here / "llama/model.safetensors").write_bytes(b"weights that nobody needs for this")
         with serve() as hub:
             commit = hub.publish("org/llama", here / "llama").refs["main"]
-            done = self.command(here, hub.url, "--model", "org/llama")
+            done = self.command(hub, here, "--model", "org/llama")
             assert done.returncode == 0, done.stderr
             files = {request.rpartition("/")[2] for request in hub.requests if "/resolve/" in request}
             assert files == {"config.json"}
@@ -144,7 +133,7 @@ class TestImportFromTheHub:
         assert (made.base_model, made.base_revision) == ("org/llama", commit)
         # and again without the Hub, from its cache
         (here / "p.safetensors").unlink()
-        done = self.command(here, hub.url, "--model", "org/llama", HF_HUB_OFFLINE="1")
+        done = self.command(hub, here, "--model", "org/llama", HF_HUB_OFFLINE="1")
         assert done.returncode == 0, done.stderr
         assert HeadProfile.load(here / "p.safetensors") == made
 
@@ -153,7 +142,7 @@ class TestImportFromTheHub:
             repo = hub.publish("org/llama", here / "llama")
             old = repo.refs["main"]
             repo.commit({"config.json": Blob(json.dumps({**LLAMA, "num_hidden_layers": 9}).encode())}, "main")
-            done = self.command(here, hub.url, "--model", "org/llama", "--revision", old)
+            done = self.command(hub, here, "--model", "org/llama", "--revision", old)
             assert done.returncode == 0, done.stderr
         assert HeadProfile.load(here / "p.safetensors").base_revision == old
 
@@ -162,8 +151,8 @@ class TestImportFromTheHub:
         with serve() as hub:
             hub.publish("org/llama", here / "llama").gated = trouble == "gated"
             name = "org/nothing" if trouble == "unknown" else "org/llama"
-            endpoint = "http://127.0.0.1:9" if trouble == "down" else hub.url
-            done = self.command(here, endpoint, "--model", name)
+            environment = {"HF_ENDPOINT": "http://127.0.0.1:9"} if trouble == "down" else {}
+            done = self.command(hub, here, "--model", name, **environment)
         assert done.returncode == 1
         lines = done.stderr.splitlines()
         assert lines[-1].startswith("kvsurgery: ")
@@ -186,18 +175,11 @@ class TestFilesOfTheHub:
             server.repo = server.publish("org/scores", here / "repo")
             yield server
 
-    def imported(self, hub, here, *arguments, before="", **environment):
-        """The provenance of a profile that was made after some Python had run, or the line of an error."""
+    def imported(self, hub, here, *arguments, **environment):
+        """The provenance of a profile, or the line of an error."""
         (here / "p.safetensors").unlink(missing_ok=True)
         command = ("profile", "import", *arguments, "--model", "llama", "-o", "p.safetensors")
-        script = f"import os; os.chdir({str(here)!r})\n{before}{COMMAND}"
-        done = subprocess.run(
-            [sys.executable, "-c", script, *command],
-            env={**hub.client_environment(here), **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = hub.run(here, *command, **environment)
         assert "Traceback" not in done.stderr
         if done.returncode == 0:
             return HeadProfile.load(here / "p.safetensors").provenance
@@ -253,6 +235,9 @@ class TestFilesOfTheHub:
         hub.repo.gated = True
         assert "org/scores is gated: accept its terms" in self.imported(hub, here, "headkv", source)
         hub.repo.gated = False
-        small = "from kvsurgery.profile.importers import files; files.LARGEST_SCORES_FILE = 9"
-        assert "R.json has " in self.imported(hub, here, "headkv", source, before=small)
+        limit = "from kvsurgery.profile.importers import files; files.LARGEST_SCORES_FILE = 9"
+        script = f"{limit}; from kvsurgery.cli import main; main()"
+        command = [sys.executable, "-c", script, "profile", "import", "headkv", source, "--model", "llama", "-o", "q"]
+        done = subprocess.run(command, env=hub.client_environment(here), capture_output=True, text=True, check=False)
+        assert (done.returncode, "R.json has " in done.stderr) == (1, True)
         assert not list((here / "hf").rglob("R.json"))

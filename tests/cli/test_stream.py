@@ -24,7 +24,7 @@ from tests.helpers.command import Result
 from tests.helpers.families import make
 from tests.helpers.hub_handler import Fault
 from tests.helpers.hub_repo import Blob
-from tests.helpers.hub_server import COMMAND, Hub, serve
+from tests.helpers.hub_server import Hub, serve
 from tests.helpers.quantized import quantize
 from tests.helpers.shards import tree
 from tests.helpers.surgery import random_profile
@@ -296,7 +296,7 @@ def test_killed_and_repeated(
     for shard, cut, jobs in (("00001", 0.4, 1), ("00001", 0.9, 1), ("00002", 0.5, 1), ("00003", 0.7, 8)):
         hub.ranges.clear()
         process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *map(str, command(stock, out, "--stream", "--jobs", jobs))],
+            [sys.executable, "-m", "kvsurgery", *map(str, command(stock, out, "--stream", "--jobs", jobs))],
             env={**hub.client_environment(tmp_path), "TMPDIR": str(tmp_path)},
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
