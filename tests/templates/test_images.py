@@ -152,7 +152,7 @@ def test_the_cache_is_this_checkpoints_and_goes_on_in_a_second_turn(mixed, famil
 @families
 def test_saved_again_and_reloaded(mixed, family, tmp_path):
     converted, inputs = mixed(family), prompt(family)
-    converted.model.save_pretrained(tmp_path / "again")
+    converted.load().save_pretrained(tmp_path / "again")
     again = type(converted)(converted.source, tmp_path / "again", converted.policy)
     assert logits(again.load(converted.auto), inputs).equal(logits(converted.model, inputs))
     names = {frozenset(load_file(at / "model.safetensors")) for at in (converted.folder, tmp_path / "again")}
