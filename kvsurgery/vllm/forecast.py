@@ -119,11 +119,14 @@ def ignored(config: Any, codes: bool = False) -> Iterator[str]:
             "vLLM reads prompts without REFORM, and refuses those beyond the model's context; use transformers with "
             "trust_remote_code=True for these"
         )
-    if any(layer.get("budgets") for layer in section["layers"]):
-        yield (
-            "vLLM serves budgeted heads on a CPU in one process, and without its prefix cache; each step of a beam is "
-            "a new prompt to it, so heads select again there"
-        )
+    if has_budgets(config):
+        yield "vLLM serves budgeted heads on a CPU in one process, without its prefix cache, and refuses beams"
+
+
+def has_budgets(config: Any) -> bool:
+    """Whether a config, converted or not, has budgeted heads."""
+    section = setting(config, "kv_surgery") or {"layers": ()}
+    return any(layer.get("budgets") for layer in section["layers"])
 
 
 def has_bidirectional_images(config: Any) -> bool:

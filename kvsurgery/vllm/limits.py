@@ -60,7 +60,10 @@ def check(vllm_config: Any) -> None:
         return
     layout = checked_layout(vllm_config)
     if any(layer.budgets for layer in layout.layers):
+        from kvsurgery.vllm.requests import refuse_beams_and_growing_prompts  # imports the classes of vLLM's server
+
         vllm_config.cache_config.enable_prefix_caching = False  # heads move tokens, in blocks that others would share
+        refuse_beams_and_growing_prompts()
     for line in ignored(config, codes=in_pages(layout, vllm_config)):
         logger.warning("kvsurgery: %s", line)
     if vllm_config.lora_config is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import BeamSearchParams
 
 from kvsurgery.vllm.budgeted import BudgetedGroups
 from tests.helpers.surgery import Converted
@@ -69,6 +71,8 @@ def test_every_prompt_alone_together_and_in_chunks(llama: Converted, wanted: Gen
         parameters = SamplingParams(n=3, temperature=1, top_k=1, max_tokens=24, ignore_eos=True)
         (result,) = llm.generate([{"prompt_token_ids": ROWS[3]}], parameters, use_tqdm=False)
         assert {tuple(output.token_ids) for output in result.outputs} == {tuple(wanted[3][0])}
+        with pytest.raises(VLLMValidationError, match="beams are not served"):
+            llm.beam_search([{"prompt_token_ids": ROWS[3]}], BeamSearchParams(beam_width=2, max_tokens=2))
         assert_held_as_forecast(llm, llama)
         assert pool(llm).get_num_free_blocks() == free
 
@@ -92,3 +96,8 @@ def test_ways_to_select(options: dict[str, Any], tmp_path: Path) -> None:
     with engine(checkpoint.folder) as llm:
         assert_equal(generate(llm, ROWS), reference(checkpoint.model, ROWS))
         assert_held_as_forecast(llm, checkpoint)
+        # each sample is what its seed, the next of the request's, gives alone
+        parameters = SamplingParams(n=3, temperature=1, seed=5, max_tokens=24, ignore_eos=True)
+        (result,) = llm.generate([{"prompt_token_ids": ROWS[3]}], parameters, use_tqdm=False)
+        alone = [generate(llm, ROWS[3:4], temperature=1, seed=5 + index)[0][0] for index in range(3)]
+        assert [[*output.token_ids] for output in result.outputs] == alone

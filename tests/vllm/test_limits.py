@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.plugins import load_general_plugins
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_layout import LayerLayout, Quantization
@@ -197,6 +201,34 @@ def test_blocks_that_budgeted_heads_overwrite_are_not_shared(section: dict[str, 
     assert config.cache_config.enable_prefix_caching == cached
 
 
+def unused(*args: Any, **options: Any) -> Any:
+    """What computes no request."""
+    raise AssertionError("a request was let in")
+
+
+REQUESTS = {
+    "beams of a server": (BeamSearchOnlineMixin, "beam_search", "engine_client", "ask for samples"),
+    "beams of a process": (BeamSearchOfflineMixin, "beam_search", "llm_engine", "ask for samples"),
+    "prompts in parts": (AsyncLLM, "_add_streaming_input_request", None, "send the whole prompt"),
+}
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_requests_that_would_select_again_are_refused_for_budgets_only(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, part, message = REQUESTS[kind]
+    monkeypatch.setattr(owner, name, unused)
+    for section, error in ((BUDGETS, VLLMValidationError), ({}, AssertionError)):
+        config = settings(section)
+        start(config)
+        engine = SimpleNamespace(vllm_config=config)
+        asked = engine if part is None else SimpleNamespace(**{part: engine})
+        with pytest.raises(error, match=message if section else "let in") as refusal:
+            getattr(owner, name)(asked, prompt=[5])
+        assert "\n" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *DENSE])
 def test_what_is_not_converted_is_left_to_vllm(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = MODELS_CONFIG_MAP[architecture]
@@ -231,7 +263,7 @@ def test_learned_sinks_are_served_where_full_heads_lie_together() -> None:
 
 @pytest.mark.parametrize(
     ("section", "word"),
-    [({"quantization": TILES}, "quantized cache"), ({"reform": {}}, "REFORM"), (BUDGETS, "select again")],
+    [({"quantization": TILES}, "quantized cache"), ({"reform": {}}, "REFORM"), (BUDGETS, "refuses beams")],
 )
 def test_what_is_left_out_is_said_once_in_the_words_of_convert(
     section: dict[str, Any], word: str, lines: list[str]
