@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from kvsurgery.templates.kv_layout import KVLayout
-from kvsurgery.vllm.groups import Bucket, Plan
+from kvsurgery.templates.kv_layout import TILE, KVLayout
+from kvsurgery.vllm.groups import Bucket, Groups, Plan
 
 MOST = 10  # cache groups, if full heads do not ask for smaller blocks
 
@@ -23,9 +23,12 @@ class Bin(NamedTuple):
 class BudgetedGroups:
     """The cache groups of a model with budgeted heads: one of full heads, and bins of budgeted ones.
 
+    Where heads are `quantized`, bins have a group of tiles and one of newest tokens each.
+
     Attributes:
-        tokens: of a block.
-        itemsize: bytes of an element.
+        tokens: of a block, if there are no tiles.
+        itemsize: bytes of an element that is not quantized.
+        quantized: whether the heads are stored in tiles.
     """
 
     others: ClassVar = "budgeted"  # the heads that are not full
@@ -33,6 +36,12 @@ class BudgetedGroups:
     layout: KVLayout
     tokens: int
     itemsize: int = 2
+    quantized: bool = False
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The cache groups of full heads."""
+        return Groups(self.layout, self.tokens, self.itemsize, self.quantized)
 
     @cached_property
     def bins(self) -> dict[tuple[int, int], Bin]:
@@ -65,20 +74,34 @@ class BudgetedGroups:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in the full heads of the model."""
-        return 2 * self.itemsize * self.layout.head_dim * sum(layer.full for layer in self.layout.layers)
+        return self.groups.token_bytes
 
     def sequence_bytes(self, prompt: int) -> int:
         """What vLLM holds for a prompt that is complete."""
-        head = 2 * self.itemsize * self.layout.head_dim * self.tokens  # bytes of a head's part of a block
-        full = [layer.full * head for layer in self.layout.layers if layer.full]
-        counts: dict[Bin, int] = {}
-        for found in self.bins.values():
-            counts[found] = counts.get(found, 0) + 1
-        buckets = [Bucket((head,) * count, sliding=False) for count in counts.values()]
-        plan = Plan.of([*([Bucket(tuple(full), sliding=False)] if full else []), *buckets])
-        total = -(-prompt // self.tokens)
-        groups = list(plan.groups)
-        blocks = total * groups.pop(0) if full else 0
-        for found, number in zip(counts, groups, strict=True):
-            blocks += number * (total - max(prompt - found.kept, 0) // self.tokens)
-        return blocks * plan.width
+        layers_by_bin: dict[Bin, list[int]] = {}
+        for (layer, _), found in self.bins.items():
+            layers_by_bin.setdefault(found, []).append(layer)
+        held = self.groups.held(prompt)
+        for found, layers in layers_by_bin.items():
+            held += self._held(found, layers, prompt)
+        plan = Plan.of([bucket for bucket, _ in held])
+        return plan.width * sum(number * blocks for number, (_, blocks) in zip(plan.groups, held, strict=True))
+
+    def _held(self, found: Bin, layers: list[int], prompt: int) -> list[tuple[Bucket, int]]:
+        """The heads of a bin, one of each of these layers, and the blocks that a group of them holds."""
+        size, head_dim = self.groups.size, self.layout.head_dim
+        page = 2 * self.itemsize * head_dim * size
+        total = -(-prompt // size)
+        dropped = max(prompt - found.kept, 0)
+        bucket = Bucket((page,) * len(layers), sliding=False)
+        if not self.quantized:
+            return [(bucket, total - dropped // size)]
+        found_codes = [self.layout.attended[layer].quantization for layer in layers]
+        quantizations = [codes for codes in found_codes if codes]  # all of them, as they are in tiles
+        tiles = tuple(codes.tile_bytes(head_dim, self.itemsize) for codes in quantizations)
+        first = quantizations[0]
+        window = (prompt - first.residual - TILE + 1) // size
+        return [
+            (Bucket(tiles, sliding=False), -(-prompt // TILE) - dropped // TILE),
+            (bucket, total - max(window - -(-first.sink // size), 0)),
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,19 @@ from kvsurgery.vllm.budgeted_spec import BudgetedSpec
 class BudgetedAttention(Attention):
     """Attention of a KV head that keeps `budget` tokens of a prompt, the prompt's last ones, and all later tokens."""
 
+    backend: type = BudgetedBackend
+
     def __init__(self, *args: Any, budget: int, selection: Selection, bin: Bin, **options: Any) -> None:
-        super().__init__(*args, attn_backend=BudgetedBackend, **options)
+        super().__init__(*args, attn_backend=self.backend, **options)
         self.budget, self.selection, self.bin = budget, selection, bin
         # queries of prompts that come in chunks, by the first block of the request, which no other has: blocks of these
         # groups are not shared. What a cancelled prompt leaves is smaller than the block.
         self.waiting: dict[int, torch.Tensor] = {}
+
+    def selected(self, prompt: int) -> tuple[int, int]:
+        """The places that selected tokens of a prompt of so many tokens move to: the first, and that after the last."""
+        start = max(prompt - self.selection.window, 0)
+        return max(start - self.budget, 0), start
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """The cache of this head."""
@@ -39,13 +47,17 @@ class BudgetedHeads(nn.Module):
         bins: list[Bin],
         sinks: dict[str, torch.Tensor],
         settings: dict[str, Any],
+        kinds: Sequence[Callable[..., BudgetedAttention]],
     ) -> None:
-        """Take the place of a layer's stock attention, with its learned sinks and settings, in a bin for each head."""
+        """Take the place of a layer's stock attention, with its learned sinks and settings, in a bin for each head.
+
+        Of `kinds`, each makes the attention of a head.
+        """
         super().__init__()
         assert layer.selection is not None  # as there are budgets
         group = attention.num_heads // attention.num_kv_heads
         self.heads = nn.ModuleList(
-            BudgetedAttention(
+            kind(
                 num_heads=group,
                 num_kv_heads=1,
                 prefix=f"{attention.layer_name}.budgeted{index}",
@@ -55,7 +67,7 @@ class BudgetedHeads(nn.Module):
                 **{name: logits[index * group : (index + 1) * group] for name, logits in sinks.items()},
                 **settings,
             )
-            for index, (budget, bin) in enumerate(zip(layer.budgets, bins, strict=True))
+            for index, (budget, bin, kind) in enumerate(zip(layer.budgets, bins, kinds, strict=True))
         )
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -143,31 +143,33 @@ class BudgetedImpl(StreamingImpl):
             keys, values = states.split(self.head_size, -1)
             output[decoding.tokens] = self._attend(query[decoding.tokens][:, None], keys, values, bias)[:, 0]
         for request in attn_metadata.reading:
-            self._read(layer, request, query, kv_cache, output)
+            self._read_prompt(layer, request, query, kv_cache, output)
+            if request.total > request.prompt:
+                begin = max(request.past, request.prompt)
+                first, _ = layer.selected(request.prompt)
+                self._attend_from(request, first, begin, request.total, query, kv_cache, output)
         return output
 
-    def _read(
+    def _read_prompt(
         self, layer: Any, request: Reading, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """Attend from tokens of a prompt to all before; at its end select; then attend from later tokens."""
+        """Attend from new tokens of a prompt to all before; at its end select."""
         prompt, past = request.prompt, request.past
-        start = prompt - min(layer.selection.window, prompt)
-        first = start - min(layer.budget, start)
-        if past < prompt:
-            cut = min(prompt, request.total)
-            self._attend_from(request, 0, past, cut, query, kv_cache, output)
-            held = query[request.start : request.start + cut - past]
-            block = int(request.table[0])
-            waiting = layer.waiting.pop(block, held[:0])
-            if past:
-                held = torch.cat((waiting, held))
-            held = held[-layer.selection.window :]
-            if cut < prompt:
-                layer.waiting[block] = held.clone()
-            elif first:
-                self._select(layer, request, held, first, start, kv_cache)
-        if request.total > prompt:
-            self._attend_from(request, first, max(past, prompt), request.total, query, kv_cache, output)
+        if past >= prompt:
+            return
+        cut = min(prompt, request.total)
+        self._attend_from(request, 0, past, cut, query, kv_cache, output)
+        held = query[request.start : request.start + cut - past]
+        block = int(request.table[0])
+        waiting = layer.waiting.pop(block, held[:0])
+        if past:
+            held = torch.cat((waiting, held))
+        held = held[-layer.selection.window :]
+        first, _ = layer.selected(prompt)
+        if cut < prompt:
+            layer.waiting[block] = held.clone()
+        elif first:
+            self._move(layer, request, self._chosen(layer, request, held, kv_cache), first, kv_cache)
 
     def _rows(self, request: Reading, positions: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         size = kv_cache.shape[2]
@@ -199,19 +201,22 @@ class BudgetedImpl(StreamingImpl):
             attended = self._attend(states, keys[:, :, : stop - first], values[:, :, : stop - first], bias)
             output[tokens] = attended.view(self.num_queries_per_kv, stop - place, -1).transpose(0, 1)
 
-    def _select(
-        self, layer: Any, request: Reading, queries: torch.Tensor, first: int, start: int, kv_cache: torch.Tensor
-    ) -> None:
-        """Move the tokens that the last queries of a prompt attend to most to positions [first, start)."""
+    def _chosen(self, layer: Any, request: Reading, queries: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The tokens before the last ones of a prompt that the last queries attend to most, ascending."""
+        first, start = layer.selected(request.prompt)
         keys, values = self._states(request, 0, request.prompt, kv_cache)
         padding = torch.zeros(1, 1, 1, dtype=torch.long)
         scoring = Scoring(self.scale, self.logits_soft_cap or None, 0.0, self.sinks)
         attention = attention_received(queries.transpose(0, 1)[None], keys, padding, scoring)
         importance = weighted(attention, values, layer.selection)[..., :start]
-        chosen = most_important(importance, padding, [[start - first]], layer.selection)[0, 0].sort().values
+        return most_important(importance, padding, [[start - first]], layer.selection)[0, 0].sort().values
+
+    def _move(self, layer: Any, request: Reading, tokens: torch.Tensor, first: int, kv_cache: torch.Tensor) -> None:
+        """Move tokens of a request to the positions from `first` on."""
         rows = rows_of(kv_cache)
-        moved = rows.index_select(0, self._rows(request, chosen, kv_cache))
-        rows.index_copy_(0, self._rows(request, torch.arange(first, start), kv_cache), moved)
+        moved = rows.index_select(0, self._rows(request, tokens, kv_cache))
+        places = torch.arange(first, first + len(tokens))
+        rows.index_copy_(0, self._rows(request, places, kv_cache), moved)
 
 
 class BudgetedBackend(FullBackend):

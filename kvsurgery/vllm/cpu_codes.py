@@ -113,9 +113,9 @@ class CodesBuilder(TiledBuilder):
         """Translate the plan of a batch to pages of this cache group."""
         steps = self.plan_of(common_attn_metadata)
         table = common_attn_metadata.block_table_tensor.long()
-        late = self.tiling.late
-        due = table[steps.due.rows, steps.due.tiles + late].flatten()
-        return CodesStep(steps, due, [table[piece.rows, piece.tiles + late] for piece in steps.pieces])
+        block = self.tiling.block
+        due = table[steps.due.rows, block(steps.due.tiles)].flatten()
+        return CodesStep(steps, due, [table[piece.rows, block(piece.tiles)] for piece in steps.pieces])
 
 
 class CodesImpl(CPUAttentionBackendImpl):
@@ -145,36 +145,57 @@ class CodesImpl(CPUAttentionBackendImpl):
         """
         if attn_metadata is None:  # a step without requests, to measure memory
             return output
-        quantization, heads, size = layer.quantization, self.num_kv_heads, self.head_size
         newest: NewestStep = get_forward_context().attn_metadata[layer.newest.layer_name]
-        rows, pages = rows_of(layer.newest.kv_cache), kv_cache[:, :, 0]
+        count = newest.tokens
+        query, states = self._rotated(layer.quantization, query[:count], key[:count], value[:count])
+        cache = layer.newest.kv_cache
+        rows_of(cache).index_copy_(0, newest.slots.rows(cache), states.flatten(0, 1))
+        self._pack_and_attend(layer, query, kv_cache, newest, attn_metadata, output)
+        return output
+
+    def _rotated(
+        self, quantization: Quantization, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, and keys and values side by side, as they are stored."""
         rotates_keys, rotates_values = quantization.rotate == "both", quantization.rotate != "none"
-        stored_key, stored_value = key[: newest.tokens], value[: newest.tokens]
-        stored_key = rotated(stored_key, rotates_keys * heads)
-        stored_value = rotated(stored_value, rotates_values * heads)
-        states = torch.cat((stored_key, stored_value), -1)
-        rows.index_copy_(0, newest.slots.rows(layer.newest.kv_cache), states.flatten(0, 1))
+        key = rotated(key, rotates_keys * self.num_kv_heads)
+        value = rotated(value, rotates_values * self.num_kv_heads)
+        return rotated(query, rotates_keys * query.shape[1]), torch.cat((key, value), -1)
+
+    def _rotated_back(self, quantization: Quantization, attended: torch.Tensor) -> torch.Tensor:
+        """Attention [tokens, query_heads, head_dim] to values as they came."""
+        return rotated(attended, (quantization.rotate != "none") * attended.shape[1], back=True)
+
+    def _pack_and_attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        newest: NewestStep,
+        step: CodesStep,
+        output: torch.Tensor,
+    ) -> None:
+        """Pack the tiles of a step, and write the attention of queries that are rotated as the keys are."""
+        quantization, heads, size = layer.quantization, self.num_kv_heads, self.head_size
+        cache, pages = layer.newest.kv_cache, kv_cache[:, :, 0]
+        rows = rows_of(cache)
 
         def stored(places: Places) -> torch.Tensor:
             """[requests, heads, tokens, 2 * head_dim]"""
-            states = rows.index_select(0, places.rows(layer.newest.kv_cache))
+            states = rows.index_select(0, places.rows(cache))
             return states.view(len(places.slots), heads, -1, 2 * size)
 
-        if len(attn_metadata.due):
+        if len(step.due):
             tiles = quantize(*stored(newest.due).split(size, -1), quantization, layer.round_keys)
-            pages.index_copy_(0, attn_metadata.due, to_page(tiles))
-        query = rotated(query[: newest.tokens], rotates_keys * query.shape[1])
-        pieces = zip(attn_metadata.plan.pieces, newest.pieces, attn_metadata.pieces, strict=True)
-        for piece, keys, blocks in pieces:
+            pages.index_copy_(0, step.due, to_page(tiles))
+        for piece, keys, blocks in zip(step.plan.pieces, newest.pieces, step.pieces, strict=True):
             queries = query[piece.batch].view(-1, piece.new, heads, self.num_queries_per_kv, size)
             folded_query = queries.permute(0, 2, 3, 1, 4).flatten(2, 3).float()
-            attended = self._attend(folded_query, stored(keys), pages, blocks, piece, quantization)
+            attended = self._attend_to_tiles(folded_query, stored(keys), pages, blocks, piece, quantization)
             attended = attended.transpose(1, 2).reshape(len(piece.batch), -1, size)
-            attended = rotated(attended, rotates_values * attended.shape[1], back=True)
-            output[piece.batch] = attended.to(output.dtype)
-        return output
+            output[piece.batch] = self._rotated_back(quantization, attended).to(output.dtype)
 
-    def _attend(
+    def _attend_to_tiles(
         self,
         query: torch.Tensor,
         states: torch.Tensor,

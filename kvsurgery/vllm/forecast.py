@@ -74,8 +74,10 @@ def forecast(config: Any) -> Forecast:
     for processes in reversed(layout.processes):
         first, *others = layout.parts(processes)
         if all(other == first for other in others):
-            groups = BudgetedGroups if any(layer.budgets for layer in first.layers) else Groups
-            prediction = Forecast.of(groups(first, BLOCK), lengths_of(config)[-1], processes)
+            groups: Groups | BudgetedGroups = Groups(first, BLOCK)
+            if any(layer.budgets for layer in first.layers):  # on a CPU alone, where codes are in pages
+                groups = BudgetedGroups(first, BLOCK, quantized=holds_codes(first))
+            prediction = Forecast.of(groups, lengths_of(config)[-1], processes)
             return replace(prediction, text_only=has_bidirectional_images(config))
     raise AssertionError("one process holds all heads")
 
@@ -168,9 +170,21 @@ def _check_budgets(layout: KVLayout) -> None:
             "vLLM cannot serve budgets that hold after the prompt: a later token has the slot of its position, and a "
             f"later selection would move tokens out of theirs; convert without `budgeted.hold`, {ELSEWHERE}"
         )
-    if layout.quantization:
+    if layout.quantization and not holds_codes(layout):
         raise ValueError(
-            "vLLM cannot serve budgeted heads with a quantized cache; convert without `cache.bits`, " + ELSEWHERE
+            "vLLM serves budgeted heads with a quantized cache only where all full and budgeted heads are quantized; "
+            f"convert without `cache.bits`, {ELSEWHERE}"
+        )
+    sinks = max((layer.quantization.sink for layer in layout.layers if layer.quantization), default=0)
+    if any(
+        budget + layer.selection.window < sinks
+        for layer in layout.layers
+        if layer.selection
+        for budget in layer.budgets
+    ):
+        raise ValueError(
+            f"vLLM needs budgeted heads that keep their first {sinks} tokens unquantized to select as many; convert "
+            f"with a larger `budgeted.window` or a smaller --kv-sink, {ELSEWHERE}"
         )
     if any(layer.source is not None or layer.native or not layer.heads for layer in layout.attended):
         raise ValueError(

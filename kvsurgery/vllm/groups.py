@@ -55,8 +55,8 @@ class Plan:
     @classmethod
     def of(cls, buckets: Sequence[Bucket]) -> Plan:
         """Plan as `get_kv_cache_groups` in vllm/v1/core/kv_cache_utils.py does."""
-        if len(buckets) == 1:
-            return cls(sum(buckets[0].widths), (1,))
+        if len(buckets) <= 1:
+            return cls(sum(sum(bucket.widths) for bucket in buckets), (1,) * len(buckets))
         if len({width for bucket in buckets for width in bucket.widths}) == 1:
             return cls._of_one_width(buckets)
         patterns = [bucket.repeats for bucket in buckets if bucket.mixed_pattern]
@@ -243,17 +243,21 @@ class Groups:
 
     def _planned(self, streaming: list[int], newest: list[int]) -> tuple[Plan, tuple[int, int, int, int]]:
         """vLLM's plan for bins of streaming heads and newest tokens, and its numbers of groups as `planned`."""
+        kinds = self._kinds(streaming, newest)
+        plan = Plan.of([bucket for buckets in kinds for bucket in buckets])
+        numbers = iter(plan.groups)
+        full, streaming_groups, newest_groups, native = (sum(next(numbers) for _ in buckets) for buckets in kinds)
+        return plan, (full, streaming_groups, newest_groups, native)
+
+    def _kinds(self, streaming: list[int], newest: list[int]) -> tuple[list[Bucket], ...]:
+        """The buckets of full heads, streaming heads, newest tokens and own windows."""
         chunked = any(layer.chunked for layer in self.layout.layers)
-        kinds = (
+        return (
             _by_bin(self._full, [0] * len(self._full), sliding=False),
             _by_bin(self._pages("streaming"), streaming, sliding=True),
             _by_bin(self._newest, newest, sliding=True),
             _by_bin(self._pages("heads", native=True), self.native, sliding=not chunked),
         )
-        plan = Plan.of([bucket for buckets in kinds for bucket in buckets])
-        numbers = iter(plan.groups)
-        full, streaming_groups, newest_groups, native = (sum(next(numbers) for _ in buckets) for buckets in kinds)
-        return plan, (full, streaming_groups, newest_groups, native)
 
     @property
     def planned(self) -> tuple[Plan, tuple[int, int, int, int]]:
@@ -269,21 +273,28 @@ class Groups:
         native_windows = {layer.recent for layer in self.layout.layers if layer.native}
         return next(tokens for tokens in count(layer.recent) if not {tokens, tokens - 1} & native_windows)
 
-    def blocks(self, tokens: int, in_flight: int = 1) -> int:
-        """Blocks that a sequence of `tokens` holds while `in_flight` tokens are computed."""
-        _, (full, streaming, newest, native) = self.planned
-        blocks = full * -(-tokens // (TILE if self.quantized else self.size))
-        windows = []
+    def held(self, tokens: int, in_flight: int = 1) -> list[tuple[Bucket, int]]:
+        """Each bucket, with the blocks that a group of it holds of a sequence while `in_flight` tokens are computed."""
+
+        def window(sink: int, recent: int) -> int:
+            return _window_blocks(tokens, self.size, sink, recent, in_flight)
+
+        full = -(-tokens // (TILE if self.quantized else self.size))
+        streaming = newest = native = 0
         if layer := next((layer for layer in self.layout.layers if not layer.native and layer.streaming), None):
-            windows.append((streaming, layer.sink, self.window(layer)))
+            streaming = window(layer.sink, self.window(layer))
         if self.quantized and (quantization := self.layout.quantization):
-            windows.append((newest, quantization.sink, quantization.residual + TILE))
+            newest = window(quantization.sink, quantization.residual + TILE)
         if layer := next((layer for layer in self.layout.layers if layer.native), None):
             # a chunk starts on a block boundary
-            windows.append((native, 0, layer.recent - self.size * layer.chunked))
-        return blocks + sum(
-            groups * _window_blocks(tokens, self.size, sink, recent, in_flight) for groups, sink, recent in windows
-        )
+            native = window(0, layer.recent - self.size * layer.chunked)
+        kinds = zip(self._kinds(*self._bins), (full, streaming, newest, native), strict=True)
+        return [(bucket, blocks) for buckets, blocks in kinds for bucket in buckets]
+
+    def blocks(self, tokens: int, in_flight: int = 1) -> int:
+        """Blocks that a sequence of `tokens` holds while `in_flight` tokens are computed."""
+        groups = zip(self.planned[0].groups, self.held(tokens, in_flight), strict=True)
+        return sum(number * blocks for number, (_, blocks) in groups)
 
     @property
     def block_bytes(self) -> int:

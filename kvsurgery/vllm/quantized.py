@@ -26,13 +26,13 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
 def holds_codes(layout: KVLayout) -> bool:
     """Whether pages hold the tiles of these heads.
 
-    They do where all full heads are quantized, with the same sinks and residual, and no layer has a window of the
-    model's own; widths may differ. Others have not been shown to give the emitted model's tokens.
+    They do where all full and budgeted heads are quantized, with the same sinks and residual, and no layer has a window
+    of the model's own; widths may differ. Others have not been shown to give the emitted model's tokens.
     """
     unpacked = {
         layer.quantization and (layer.quantization.sink, layer.quantization.residual)
         for layer in layout.layers
-        if layer.full
+        if layer.full or layer.budgets
     }
     return (
         len(unpacked) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,8 +109,9 @@ class SplitAttention(nn.Module):
 def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> None:
     """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
     size, itemsize = vllm_config.cache_config.block_size or BLOCK, vllm_config.model_config.dtype.itemsize
-    groups = Groups(layout, size, itemsize, in_pages(layout, vllm_config))
-    budgeted = BudgetedGroups(layout, size, itemsize)
+    quantized = in_pages(layout, vllm_config)
+    groups = Groups(layout, size, itemsize, quantized)
+    budgeted = BudgetedGroups(layout, size, itemsize, quantized)
     attentions: list[tuple[nn.Module, str, Attention]] = [
         (parent, name, child)
         for parent in model.modules()
@@ -235,9 +237,17 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
             **settings,
         )
     if layer.budgets:
-        from kvsurgery.vllm.budgeted_attention import BudgetedHeads
+        from kvsurgery.vllm.budgeted_attention import BudgetedAttention, BudgetedHeads
+        from kvsurgery.vllm.budgeted_codes import BudgetedCodes
 
-        return SplitAttention(full, BudgetedHeads(attention, layer, bins, streaming_sinks, settings), layer)
+        kinds: list[Any] = [BudgetedAttention] * len(layer.budgets)
+        if groups.quantized:
+            codes = partial(BudgetedCodes, quantization=layer.quantization, size=groups.size)
+            kinds = [
+                partial(codes, round_keys=layer.round_keys.part(place, 1) if layer.round_keys else nearest)
+                for place in range(layer.full, layer.heads)
+            ]
+        return SplitAttention(full, BudgetedHeads(attention, layer, bins, streaming_sinks, settings, kinds), layer)
     return SplitAttention(full, streaming, layer)
 
 

@@ -40,10 +40,13 @@ class Tiling:
         """Most of the newest tokens that a new token reads unpacked or packs, itself included."""
         return self.residual + TILE
 
-    @property
-    def late(self) -> int:
-        """Number of blocks before the block that holds the first tile; blocks and tiles have the same size."""
-        return -(-self.sink // TILE)
+    def block(self, tiles: torch.Tensor, dropped: torch.Tensor | int = 0) -> torch.Tensor:
+        """Index of the block that holds each tile, that of the tile's last token; blocks and tiles have the same size.
+
+        Args:
+            dropped: tokens between the sinks and the first tile that a head has dropped.
+        """
+        return (dropped + self.sink + (tiles + 1) * TILE - 1) // TILE
 
     def read(self, positions: torch.Tensor) -> torch.Tensor:
         """Number of tiles before the unpacked tokens of queries at these positions.
@@ -129,15 +132,24 @@ class TiledPlan:
 def plan(starts: tuple[int, ...], lengths: tuple[int, ...], tiling: Tiling) -> TiledPlan:
     """Plan a batch, in positions of its requests.
 
-    Both cache groups of the heads need the plan of a step, so recent plans are cached. A piece holds requests with the
-    same number of new tokens whose numbers of tiles differ by less than a factor of two.
+    Both cache groups of the heads need the plan of a step, so recent plans are cached.
 
     Args:
         starts: index of each request's first new token in the batch, then the end of the batch.
         lengths: tokens of each request, new ones included.
     """
-    firsts, ends = torch.tensor(starts).unfold(0, 2, 1).T
     totals = torch.tensor(lengths)
+    pasts = totals - torch.tensor(starts).diff()
+    return TiledPlan(due_tiles(tiling.packed(pasts), totals, tiling), pieces_of(torch.tensor(starts), totals, tiling))
+
+
+def pieces_of(starts: torch.Tensor, totals: torch.Tensor, tiling: Tiling) -> tuple[TiledPiece, ...]:
+    """Plan the attention of a batch; `starts` and `totals` are the arguments of `plan`.
+
+    A piece holds requests with the same number of new tokens whose numbers of tiles differ by less than a factor of
+    two.
+    """
+    firsts, ends = starts[:-1], starts[1:]
     pasts = totals - (ends - firsts)
     row, index = _repeated(-(-(ends - firsts) // QUERIES))
     first = firsts[row] + index * QUERIES
@@ -152,7 +164,7 @@ def plan(starts: tuple[int, ...], lengths: tuple[int, ...], tiling: Tiling) -> T
         width = int(new[members[0]])
         for some in members.split(max(1, GATHERED // (tiling.sink + tiling.newest + width))):
             pieces.append(_piece(row[some], first[some], past[some], width, begin[some], count[some], tiling))
-    return TiledPlan(_due(pasts, totals, tiling), tuple(pieces))
+    return tuple(pieces)
 
 
 def _repeated(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,8 +173,8 @@ def _repeated(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return index, torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]
 
 
-def _due(pasts: torch.Tensor, totals: torch.Tensor, tiling: Tiling) -> Due:
-    before = tiling.packed(pasts)
+def due_tiles(before: torch.Tensor, totals: torch.Tensor, tiling: Tiling) -> Due:
+    """The complete tiles of requests with `totals` tokens, of which the first ones are packed: as many as `before`."""
     rows, index = _repeated(tiling.packed(totals) - before)
     tiles = (before[rows] + index)[:, None]
     return Due(rows[:, None], tiles, tiling.sink + tiles * TILE + torch.arange(TILE))

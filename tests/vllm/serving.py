@@ -21,6 +21,8 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from kvsurgery.checkpoint.source import read_config
+from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.vllm.budgeted import BudgetedGroups
 from tests.helpers.families import WITH_IMAGES, make, with_published_experts
 from tests.helpers.surgery import Converted, convert_folder, random_profile
 
@@ -179,6 +181,27 @@ def fill_caches(llm: LLM, value: float) -> None:
         cache = getattr(layer, "kv_cache", ())  # experts have none
         for part in [cache] if isinstance(cache, torch.Tensor) else cache:
             part.fill_(value)
+
+
+def pool(llm: LLM) -> Any:
+    """The blocks of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+
+
+def assert_held_as_forecast(llm: LLM, layout: KVLayout, prompt: list[int], quantized: bool = False) -> None:
+    """A request with a complete prompt holds the blocks that are forecast for it where heads have budgets."""
+    free = pool(llm).get_num_free_blocks()
+    parameters = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    llm.llm_engine.add_request("measured", {"prompt_token_ids": prompt}, parameters)
+    held = []
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        held.append(free - pool(llm).get_num_free_blocks())
+    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    block = cache.kv_cache_tensors[0].size // cache.num_blocks
+    assert held[-2] * block == BudgetedGroups(layout, BLOCK, 4, quantized).sequence_bytes(len(prompt))
+    sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
+    assert max(held) == sum(math.ceil(len(prompt) / size) for size in sizes)  # while the prompt is read
 
 
 def cached_tokens(llm: LLM) -> int:

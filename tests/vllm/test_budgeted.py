@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
 
-from kvsurgery.vllm.budgeted import BudgetedGroups
 from tests.helpers.surgery import Converted
 from tests.vllm.serving import (
-    BLOCK,
     BUDGETED,
     Generated,
     assert_equal,
+    assert_held_as_forecast,
     converted,
     engine,
     fill_caches,
     generate,
+    pool,
     preemptions,
     prompts,
     reference,
@@ -40,26 +39,6 @@ def wanted(llama: Converted) -> Generated:
     return reference(llama.model, ROWS)
 
 
-def pool(llm: LLM) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-
-
-def assert_held_as_forecast(llm: LLM, checkpoint: Converted) -> None:
-    """A request with a complete prompt holds the blocks that are forecast for it."""
-    free, prompt = pool(llm).get_num_free_blocks(), ROWS[4]
-    parameters = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    llm.llm_engine.add_request("measured", {"prompt_token_ids": prompt}, parameters)
-    held = []
-    while llm.llm_engine.has_unfinished_requests():
-        llm.llm_engine.step()
-        held.append(free - pool(llm).get_num_free_blocks())
-    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
-    block = cache.kv_cache_tensors[0].size // cache.num_blocks
-    groups = BudgetedGroups(checkpoint.policy.layout, BLOCK, 4)
-    assert held[-2] * block == groups.sequence_bytes(len(prompt))
-    assert max(held) == len(cache.kv_cache_groups) * math.ceil(len(prompt) / BLOCK)  # while the prompt is read
-
-
 @pytest.mark.parametrize("chunk", [512, 48])
 def test_every_prompt_alone_together_and_in_chunks(llama: Converted, wanted: Generated, chunk: int) -> None:
     with engine(llama.folder, max_num_batched_tokens=chunk) as llm:
@@ -73,7 +52,7 @@ def test_every_prompt_alone_together_and_in_chunks(llama: Converted, wanted: Gen
         assert {tuple(output.token_ids) for output in result.outputs} == {tuple(wanted[3][0])}
         with pytest.raises(VLLMValidationError, match="beams are not served"):
             llm.beam_search([{"prompt_token_ids": ROWS[3]}], BeamSearchParams(beam_width=2, max_tokens=2))
-        assert_held_as_forecast(llm, llama)
+        assert_held_as_forecast(llm, llama.policy.layout, ROWS[4])
         assert pool(llm).get_num_free_blocks() == free
 
 
@@ -95,7 +74,7 @@ def test_ways_to_select(options: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = converted("llama", tmp_path, **BUDGETED, **options)
     with engine(checkpoint.folder) as llm:
         assert_equal(generate(llm, ROWS), reference(checkpoint.model, ROWS))
-        assert_held_as_forecast(llm, checkpoint)
+        assert_held_as_forecast(llm, checkpoint.policy.layout, ROWS[4])
         # each sample is what its seed, the next of the request's, gives alone
         parameters = SamplingParams(n=3, temperature=1, seed=5, max_tokens=24, ignore_eos=True)
         (result,) = llm.generate([{"prompt_token_ids": ROWS[3]}], parameters, use_tqdm=False)

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from kvsurgery.vllm.budgeted_codes import BudgetedCodes
 from kvsurgery.vllm.codes import CodesAttention
 from tests.helpers.families import make
 from tests.helpers.losses import losses
-from tests.helpers.surgery import random_profile
+from tests.helpers.surgery import Converted, random_profile
 from tests.vllm.serving import (
+    BUDGETED,
     LARGE_HEADS,
+    Generated,
     assert_equal,
+    assert_held_as_forecast,
     cached_tokens,
     converted,
     engine,
+    fill_caches,
     generate,
     preemptions,
     prompts,
@@ -39,18 +44,21 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
-def codes(llm: Any) -> list[CodesAttention]:
+def codes(llm: Any) -> list[CodesAttention | BudgetedCodes]:
     """The attentions of an engine over tiles."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return [layer for layer in layers if isinstance(layer, CodesAttention)]
+    return [layer for layer in layers if isinstance(layer, CodesAttention | BudgetedCodes)]
 
 
 WIDTHS: dict[str, dict[str, Any]] = {
     "8 bits": {"kv_bits": 8, "sparsity": 0.0},
     "k3v2": {"kv_bits": "k3v2", "sparsity": 0.0, "kv_residual": 32},
     "k4v2 per token": {"kv_bits": "k4v2", "sparsity": 0.5, "kv_scheme": "per-token"},
+    "budgets": {**BUDGETED, "kv_bits": 4},
+    "budgets k3v2": {**BUDGETED, "kv_bits": "k3v2", "sparsity": 1, "kv_residual": 0, "select": "value-norm"},
     "by layer": {"kv_bits": 4, "sparsity": 0.5, "kv_residual": 32},
     "by the queries": {"kv_bits": 3, "sparsity": 0.5, "kv_residual": 32, "kv_rounding": "queries"},
+    "budgets by the queries": {**BUDGETED, "kv_bits": 3, "kv_rounding": "queries"},
 }
 # as `--kv-bits auto` has them: the first layer has no full heads
 BY_LAYER = {"bits": [None, 8, 3, "k3v2"], "clip": [None, False, True, True]}
@@ -60,7 +68,7 @@ BY_LAYER = {"bits": [None, 8, 3, "k3v2"], "clip": [None, False, True, True]}
 def test_errors_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> None:
     """Likelihoods differ by little of what quantization costs: by the codes of a few states on the border of two."""
     options = {}
-    if kind == "by the queries":
+    if "kv_rounding" in WIDTHS[kind]:
         profile = random_profile(make("llama", tmp_path / "measured", **LARGE_HEADS))
         losses(profile.model, rounded=True).save(tmp_path / "losses.safetensors")
         options = {"kv_measured": str(tmp_path / "losses.safetensors")}
@@ -70,15 +78,23 @@ def test_errors_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> Non
         config = json.loads(path.read_text())
         config["kv_surgery"]["quantization"] |= BY_LAYER
         path.write_text(json.dumps(config))
-    exact = converted("llama", tmp_path / "exact", sparsity=WIDTHS[kind]["sparsity"])
+    unquantized = {name: value for name, value in WIDTHS[kind].items() if not name.startswith("kv_")}
+    exact = converted("llama", tmp_path / "exact", **unquantized)
     rows = prompts(lengths=SHORT)[:3]
     with engine(checkpoint.folder) as llm:
         assert codes(llm)
         generated = generate(llm, rows, NEW)
+    assert_errors_are_small(rows, generated, checkpoint, exact)
+
+
+def assert_errors_are_small(
+    rows: list[list[int]], generated: Generated, checkpoint: Converted, exact: Converted
+) -> None:
+    """Likelihoods are those of the emitted model, to a tenth of what it loses by quantization."""
     for row, (tokens, likelihoods) in zip(rows, generated, strict=True):
         found = torch.tensor([step[token] for token, step in zip(tokens, likelihoods, strict=True)])
-        emitted, unquantized = (read_by_token(one.model, row, tokens) for one in (checkpoint, exact))
-        assert (found - emitted).norm() <= 0.1 * (unquantized - emitted).norm()
+        emitted, whole = (read_by_token(one.model, row, tokens) for one in (checkpoint, exact))
+        assert (found - emitted).norm() <= 0.1 * (whole - emitted).norm()
 
 
 def read_by_token(model: torch.nn.Module, row: list[int], new: list[int]) -> torch.Tensor:
@@ -116,3 +132,25 @@ def test_tokens_do_not_depend_on_chunks_hits_preemption_or_company(tmp_path: Pat
         for _ in range(2):
             assert_equal(generate(llm, [long], 50), whole, TOLERANCE)
         assert cached_tokens(llm) >= 256
+
+
+BUDGETS: dict[str, dict[str, Any]] = {
+    "kivi-4": {"kv_bits": 4, "kv_residual": 32},
+    "per-token-4": {"kv_bits": 4, "kv_scheme": "per-token", "kv_sink": 0},
+}
+
+
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_budgeted_heads_read_prompts_as_they_are_in_any_chunks_and_company(kind: str, tmp_path: Path) -> None:
+    """The emitted model reads a prompt of any length so too, each request alone."""
+    budgets = {**BUDGETED, "sparsity": 1, "budget": 120}
+    checkpoint = converted("llama", tmp_path / "quantized", **budgets, **BUDGETS[kind])
+    exact = converted("llama", tmp_path / "exact", **budgets)
+    rows = prompts(lengths=(60, 61, 130, 300))[:4]
+    with engine(checkpoint.folder, max_num_batched_tokens=96, num_gpu_blocks_override=320) as llm:
+        assert {layer.kv_cache.dtype for layer in codes(llm)} == {torch.uint8}
+        fill_caches(llm, 77)  # slots and tiles that no request has written
+        assert_held_as_forecast(llm, checkpoint.policy.layout, rows[3], quantized=True)
+        generated = generate(llm, rows, 200)
+        assert preemptions(llm) > 0
+    assert_errors_are_small(rows, generated, checkpoint, exact)

@@ -88,7 +88,14 @@ REFUSED = {
         settings({**BUDGETS, "selection": {**SELECTION, "hold": 4}}),
         "hold after the prompt: .* convert without .* use transformers",
     ),
-    "quantized budgets": (settings({**BUDGETS, "quantization": TILES}), "quantized cache; convert without"),
+    "budgets with and without codes": (
+        settings({**BUDGETS, "quantization": TILES}),
+        "only where all full and budgeted heads are quantized; convert without",
+    ),
+    "budgets smaller than sinks": (
+        settings({**BUDGETS, "quantization": asdict(Quantization(8, sink=9))}),
+        "first 9 tokens .* larger .budgeted.window. or a smaller --kv-sink",
+    ),
     "budgets beside windows": (
         settings({**BUDGETS, "layers": [*BUDGETS["layers"][:1], NATIVE]}),
         "no sliding window of the model",

@@ -70,6 +70,6 @@ def test_a_tile_is_packed_with_its_last_token_into_the_block_of_that_token(
             tokens = [*range(tiling.sink + tile * TILE, tiling.sink + (tile + 1) * TILE)]
             if past <= tokens[-1] < past + new:
                 expected.append((row, tile, tokens))
-                assert tokens[-1] // TILE == tile + tiling.late
+                assert tokens[-1] // TILE == tiling.block(torch.tensor(tile))
                 assert tokens[0] > past - tiling.newest
     assert [*found] == expected
