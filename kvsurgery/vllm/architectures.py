@@ -4,11 +4,14 @@ from __future__ import annotations
 
 # the architectures that are served with the converted cache
 ARCHITECTURES = (
+    "AfmoeForCausalLM",
     "ApertusForCausalLM",
+    "ArceeForCausalLM",
     "CohereForCausalLM",
     "Cohere2ForCausalLM",
     "Ernie4_5ForCausalLM",
     "Exaone4ForCausalLM",
+    "ExaoneMoeForCausalLM",
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
@@ -17,10 +20,12 @@ ARCHITECTURES = (
     "Gemma4ForConditionalGeneration",
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
+    "GlmForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
     "HunYuanDenseV1ForCausalLM",
+    "HYV3ForCausalLM",
     "Llama4ForCausalLM",
     "Llama4ForConditionalGeneration",
     "LlamaForCausalLM",
@@ -53,18 +58,15 @@ ARCHITECTURES = (
 )
 # the converter's other architectures, which are served with the original's cache and a warning
 DENSE = (
-    "AfmoeForCausalLM",
     "Cohere2MoeForCausalLM",
     "Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
-    "ExaoneMoeForCausalLM",
     "FalconH1ForCausalLM",
     "Gemma3nForCausalLM",
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "GraniteMoeHybridForCausalLM",
-    "HYV3ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",

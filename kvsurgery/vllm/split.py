@@ -76,16 +76,20 @@ class SplitAttention(nn.Module):
             self.register_buffer("order", order, persistent=False)
             self.register_buffer("original_order", order.argsort(), persistent=False)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, output_shape: None = None
+    ) -> torch.Tensor:
         """Attention of new tokens.
 
         Args:
             query: [tokens, query_heads * head_dim]
             key, value: [tokens, kv_heads * head_dim]; None in a layer that shares the KV cache of an earlier one
+            output_shape: that of the result, which Hunyuan 3 passes as None
 
         Returns:
             [tokens, query_heads * head_dim]
         """
+        assert output_shape is None
         if self.full is None or self.streaming is None:
             attention = self.full or self.streaming
             assert attention is not None  # a layer has heads

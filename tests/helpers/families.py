@@ -86,6 +86,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"model_type": "olmo3", "sliding_window": 9, "layer_types": INTERLEAVED},
     "granite": {"model_type": "granite", "attention_multiplier": 0.3, **GRANITE},
     "glm4": {"model_type": "glm4", "head_dim": 16},
+    "glm": {"model_type": "glm", "head_dim": 16},
+    "arcee": {"model_type": "arcee", "attention_bias": True, "mlp_bias": True},
     "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": LLAMA_4},
     "exaone4": {"model_type": "exaone4", "sliding_window": 9, "layer_types": INTERLEAVED},
     "cohere2": {"model_type": "cohere2", "sliding_window": 9, "layer_types": INTERLEAVED, "tie_word_embeddings": True},

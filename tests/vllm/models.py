@@ -41,6 +41,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
     "llama4": {"attention_chunk_size": 64},  # whole blocks
     # as published; the config class of transformers has no such fields
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1, "attention_bias": False},
+    "hy_v3": {
+        "first_k_dense_replace": 1,
+        "expert_hidden_dim": 24,
+        "route_norm": True,
+        "qk_norm": True,
+        "attention_bias": False,
+    },
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     # transformers scales queries from this position on, vLLM does not
     "ministral3": {"rope_parameters": {**LLAMA_4, "original_max_position_embeddings": 2048}},
