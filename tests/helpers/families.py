@@ -485,6 +485,7 @@ CACHE_PATHS = {
     "qwen3_5": "positions of three axes",
     "lfm2": "convolutions",
     "granitemoehybrid": "state space layers",
+    "falcon_h1": "a state space beside the attention of each layer",
     "gemma4": "keys are values, heads by layer type",
     "gemma4-moe": "head sizes by layer type",
     "gemma4-shared": "shared caches",
