@@ -13,6 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvsurgery.vllm.forecast import has_budgets
 
+MARK = "refuses_for_budgeted_heads"  # attribute of methods that do
 BEAMS = (
     "beams are not served with budgeted heads: each step of a beam is a new prompt to vLLM, of which heads would "
     "select again; ask for samples (n), or for beams in transformers with trust_remote_code=True"
@@ -33,7 +34,7 @@ def refuse_beams_and_growing_prompts() -> None:
 def _refuse(owner: type, name: str, engine_of: Callable[[Any], Any], message: str) -> None:
     """Let a method of a class raise where its engine has budgeted heads."""
     method = getattr(owner, name)
-    if hasattr(method, "__wrapped__"):  # by an earlier engine of this process
+    if hasattr(method, MARK):  # by an earlier engine of this process
         return
 
     @wraps(method)
@@ -42,4 +43,5 @@ def _refuse(owner: type, name: str, engine_of: Callable[[Any], Any], message: st
             raise VLLMValidationError(message)
         return method(self, *args, **options)
 
+    setattr(checked, MARK, True)
     setattr(owner, name, checked)
