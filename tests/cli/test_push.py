@@ -9,11 +9,13 @@ import pytest
 
 from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.report import write_report
+from kvsurgery.templates.kv_layout import ROUNDING_FILE
 from tests.helpers.families import make
 from tests.helpers.hub_handler import Fault
 from tests.helpers.hub_repo import Blob
 from tests.helpers.hub_server import Hub, serve
-from tests.helpers.surgery import convert_folder
+from tests.helpers.losses import losses
+from tests.helpers.surgery import convert_folder, random_profile
 from tests.report import builders
 
 FOREVER = float("inf")
@@ -79,6 +81,14 @@ def test_the_hub_gets_the_folder_in_one_commit(hub, converted, tmp_path):
     assert on_hub(hub) == contents(converted)
     assert not hub.repos["surgeon/duo"].private
     assert len(hub.repos["surgeon/duo"].commits) == 2
+
+
+def test_factors_by_which_keys_are_rounded_are_pushed_and_fetched(hub, tmp_path):
+    source, measured = make("qwen3", tmp_path / "stock"), tmp_path / "losses.safetensors"
+    losses(random_profile(source).model, rounded=True).save(measured)
+    folder = convert_folder(source, tmp_path / "duo", sparsity=0.5, kv_bits=3, kv_measured=str(measured)).folder
+    assert hub.run(tmp_path, "push", folder, "duo").returncode == 0
+    assert on_hub(hub)[ROUNDING_FILE] == (folder / ROUNDING_FILE).read_bytes()
 
 
 def test_pushing_again_changes_nothing(hub, converted, tmp_path):
