@@ -163,7 +163,7 @@ class Quantization:
         if size is None:
             return
         if type(size) is not int or size < 1 or head_dim % size:
-            raise ValueError(f"group size {size!r} does not divide head_dim {head_dim}; leave it out")
+            raise ValueError(f"the group size {size!r} does not divide head_dim {head_dim}; leave it out")
         if self.scheme == "kivi" and (TILE % size or size < MIN_GROUP):
             raise ValueError(f"the group size {size} of kivi must divide {TILE} and be {MIN_GROUP} or more")
 

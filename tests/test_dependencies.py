@@ -39,7 +39,8 @@ def test_the_tool_imports_its_dependencies() -> None:
 
 
 def test_emitted_code_imports_torch_and_transformers_and_kernels() -> None:
-    assert imported("templates").keys() == {"torch", "transformers", "triton", "flash_attn"}
+    """And safetensors, which transformers requires."""
+    assert imported("templates").keys() == {"torch", "transformers", "safetensors", "triton", "flash_attn"}
 
 
 def test_the_tool_and_the_templates_share_classes() -> None:
