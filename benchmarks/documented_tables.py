@@ -21,6 +21,7 @@ from benchmarks import (
     layer_bits,
     memory_budgets,
     quantized_cache,
+    query_rounding,
     recurrent_report,
     vllm_serving,
 )
@@ -84,6 +85,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         layer_bits.table: ("layer-bits",),
         long_answers.table: ("long-answers", "long-text", "held-answers", "held-answers-bundled"),
         memory_budgets.table: ("memory-budgets", "memory-budgets-gemma3"),
+        query_rounding.table: ("query-rounding",),
         quantized_cache.table: ("quantized-cache-1024", "quantized-cache-4096", "quantized-cache-bundled"),
         selection_cost.table: ("selection-cost",),
         selections.table: ("selections-smollm2", "selections-bundled"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import cache_quality, calibrated_rotations
-from kvsurgery.templates.kv_layout import Quantization
+from benchmarks import cache_quality, calibrated_rotations, query_rounding
+from kvsurgery.templates.kv_layout import ROUNDINGS, Quantization
 from tests.docs.pages import figures
 from tests.helpers.families import stock
 
@@ -90,6 +91,18 @@ def test_values_of_2_bits_lose_less_than_keys(scheme: str, step: str) -> None:
     assert three < pair <= 0.0135
     assert pair < two / 3 + 0.0001
     assert 1.35 <= pair / three <= 1.41
+
+
+def test_rounding_by_the_queries_lowers_what_the_best_setting_loses() -> None:
+    """In every window, to what is asked of a known model at 4, 3, k3v2 and 2 bits."""
+    windows = json.loads((ROOT / "benchmarks" / "results" / "query-rounding.json").read_text())["windows"].values()
+    ways = [f"{rotate} {'clipped' if clip else 'whole'}" for rotate, clip in query_rounding.STEPS]
+    for bits, most in zip(query_rounding.WIDTHS, (0.0011, 0.0065, 0.0135, 0.022), strict=True):
+        nearest, by_queries = (
+            [min(window[f"{bits} {way} {rounding}"] for way in ways) for window in windows] for rounding in ROUNDINGS
+        )
+        assert all(lower < other for lower, other in zip(by_queries, nearest, strict=True)), bits
+        assert fmean(by_queries) <= most
 
 
 @pytest.mark.parametrize(
