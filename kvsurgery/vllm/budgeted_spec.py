@@ -18,15 +18,29 @@ from kvsurgery.vllm.tiles import Tiling
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetedSpec(AttentionSpec):
-    """All tokens until the prompt is complete; then its last `kept` places, and all later tokens.
+class WholePromptSpec(AttentionSpec):
+    """All tokens until the prompt is complete, of which budgeted heads then keep a part.
 
-    Heads of one `bin` share a cache group; see `BudgetedGroups`. This is no `FullAttentionSpec`, since vLLM would put
-    it into the group of full heads.
+    Heads of one `bin` share a cache group; see `BudgetedGroups`. This is neither a `FullAttentionSpec`, since vLLM
+    would put it into the group of full heads, nor a sliding window, as whose vLLM would admit requests.
     """
 
-    kept: int
     bin: int
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """What a request takes at most, while its prompt is read."""
+        return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
+
+    def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
+        """Whether these may share a cache group: budgeted heads of one bin."""
+        return all(spec == self for spec in kv_cache_specs.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedSpec(WholePromptSpec):
+    """After the prompt, its last `kept` places, and all later tokens."""
+
+    kept: int
 
     @classmethod
     def of(cls, spec: AttentionSpec, bin: Bin) -> BudgetedSpec:
@@ -47,14 +61,6 @@ class BudgetedSpec(AttentionSpec):
         }
         return cls(**common, kept=bin.kept, bin=bin.index)
 
-    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """What a request takes at most, while its prompt is read."""
-        return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
-
-    def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
-        """Whether these may share a cache group: budgeted heads of one bin."""
-        return all(spec == self for spec in kv_cache_specs.values())
-
 
 class BudgetedManager(FullAttentionManager):
     """Manages blocks like those of full heads, and frees those before what is kept once the prompt is complete."""
@@ -70,29 +76,17 @@ class BudgetedManager(FullAttentionManager):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetedNewestSpec(AttentionSpec):
-    """All tokens until the prompt is complete; then the first `sink` places, and a window of the newest tokens.
-
-    Heads of one `bin` share a cache group. This is no sliding window, as whose vLLM would admit requests.
-    """
+class BudgetedNewestSpec(WholePromptSpec):
+    """After the prompt, the first `sink` places, and a window of the newest tokens."""
 
     sink: int
     window: int
-    bin: int
 
     @classmethod
     def of(cls, size: int, head_dim: int, dtype: torch.dtype, tiling: Tiling, bin: Bin) -> BudgetedNewestSpec:
         """The cache of a head's newest tokens, `size` of them a block."""
         common: dict[str, Any] = {"block_size": size, "num_kv_heads": 1, "head_size": head_dim, "dtype": dtype}
         return cls(**common, sink=tiling.sink, window=tiling.newest, bin=bin.index)
-
-    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """What a request takes at most, while its prompt is read."""
-        return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
-
-    def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
-        """Whether these may share a cache group: budgeted heads of one bin."""
-        return all(spec == self for spec in kv_cache_specs.values())
 
 
 class BudgetedNewestManager(FullAttentionManager):
