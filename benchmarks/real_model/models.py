@@ -25,10 +25,12 @@ def stock(
     return model.eval().to(device)
 
 
-def converted(source: Path, profile: HeadProfile, recipe: Recipe, device: str = "cpu") -> PreTrainedModel:
-    """A checkpoint's model after conversion, in float32, loaded with transformers alone."""
+def converted(
+    source: Path, profile: HeadProfile, recipe: Recipe, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A checkpoint's model after conversion, loaded with transformers alone."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
         convert(source, folder, profile, recipe)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
         return model.eval().to(device)

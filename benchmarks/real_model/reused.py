@@ -16,15 +16,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-# of the largest value: what float32 sums of another order differ by after all layers
-TOLERANCE = 1e-3
+# of the largest value: what sums of another order differ by after all layers
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 
 
 class ReusedOutputs:
     """MLP outputs of texts in a folder; they are computed again where a model's states differ.
 
-    Files hold a state's projection, float32 [tokens], which tells other states apart, and the output, [1, tokens,
-    hidden].
+    Files hold a state's projection, [tokens], which tells other states apart, and the output, [1, tokens, hidden].
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +51,7 @@ class ReusedOutputs:
         projection = states[0] @ probe
         if path.exists():
             saved = torch.load(path, mmap=True)
-            if (projection - saved["projection"]).abs().max() <= TOLERANCE * projection.abs().max():
+            if (projection - saved["projection"]).abs().max() <= TOLERANCES[states.dtype] * projection.abs().max():
                 self.reused += 1
                 return saved["output"]
         output = compute(states)

@@ -8,8 +8,8 @@
 Every contender reads the same texts with facts in them. Then its cache is asked for each fact, which nobody knew of
 when it was compressed, and reads what follows: by how much does it move the next token? With --at-end, a cache also
 reads the text once for each fact, with the question at its end. Bytes are those of the storage of all tensors in the
-cache; a floating-point number counts two of them, as in a model in 16 bits. An interrupted run continues from its JSON
-file; `cache_report.py` shows it.
+cache; a floating-point number counts two of them, as in a model in 16 bits. "kvsurgery, all heads full" keeps all, and
+shows what rounding alone moves. An interrupted run continues from its JSON file; `cache_report.py` shows it.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ class Contender:
     Attributes:
         name: unique.
         series: what it is a setting of, a line of the picture.
+        keeps_states: whether a text's states are the original's while it is read.
     """
 
     name: str = ORIGINAL
     series: str = ORIGINAL
+    keeps_states: bool = True
 
-    def load(self, source: Path, device: str) -> PreTrainedModel:
+    def load(self, source: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
         """The model that it runs with."""
-        return stock(source, device=device)
+        return stock(source, dtype=dtype, device=device)
 
     def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
         """A cache that holds a text [1, tokens]."""
@@ -82,9 +84,9 @@ class Converted(Contender):
     recipe: Recipe
     profile: HeadProfile
 
-    def load(self, source: Path, device: str) -> PreTrainedModel:
+    def load(self, source: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
         """Convert, and load with transformers alone."""
-        return converted(source, self.profile, self.recipe, device)
+        return converted(source, self.profile, self.recipe, device, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +109,9 @@ class Pressed(Contender):
 
     share: float
 
-    def load(self, source: Path, device: str) -> PreTrainedModel:
+    def load(self, source: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
         """The stock model, with the attention that the press needs."""
-        return stock(source, "eager" if self.series == EAGER else "sdpa", device=device)
+        return stock(source, "eager" if self.series == EAGER else "sdpa", dtype, device)
 
     def press(self, library: Any) -> Any:
         """The press, out of kvpress."""
@@ -178,7 +180,7 @@ def contenders(losses_path: Path | None, profiles: list[Path]) -> list[Contender
         if window is not None:
             recipe = recipe.changed(sink=window[0], recent=window[1])
             name, series = (f"{words}, window {window[0]} + {window[1]}" for words in (name, series))
-        return Converted(name, series, recipe=recipe, profile=scores)
+        return Converted(name, series, keeps_states=not sparsity, recipe=recipe, profile=scores)
 
     def budgeted(budget: int, bits: int | None = None) -> Converted:
         recipe, series = Recipe.of(rest="budgeted", budget=budget), "kvsurgery, budgets"
@@ -233,6 +235,7 @@ def contenders(losses_path: Path | None, profiles: list[Path]) -> list[Contender
         *(ours(sparsity, 4, losses, by_loss, window=(16, 64)) for sparsity in (0.75, 0.5)),
         ours(0.875, 4, losses, by_loss),
         *(ours(sparsity, 8, losses, by_loss) for sparsity in (0, 0.5)),
+        ours(0, None, losses, by_loss),
     ]
 
 
@@ -250,9 +253,10 @@ def answers(
     Args:
         original_logs: log-probabilities of what follows each text; filled by the first contender, the original.
     """
-    model, results = contender.load(arguments.model, arguments.device), {"right": [], "kl": [], "nats": []}
+    model = contender.load(arguments.model, getattr(torch, arguments.dtype), arguments.device)
+    results: dict[str, Any] = {"right": [], "kl": [], "nats": []}
     results |= {"kv_bytes": []} | ({"right_at_end": []} if arguments.at_end else {})
-    reused = ReusedOutputs(arguments.reuse) if arguments.reuse else None
+    reused = ReusedOutputs(arguments.reuse) if arguments.reuse and contender.keeps_states else None
     for number, prompt in enumerate(texts):
         with reused.reading(model, prompt.text) if reused else nullcontext():
             cache = read(contender, model, prompt)
@@ -291,6 +295,9 @@ def main() -> None:
         "--reuse", type=Path, metavar="DIR", help="keep the MLPs' outputs for the texts there, for all caches and runs"
     )
     parser.add_argument("--only", action="append", help="caches by name, in this order, after the original")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the models and of their caches"
+    )
     parser.add_argument("--device", default="cpu", help="where models run, such as cuda")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
@@ -302,6 +309,7 @@ def main() -> None:
     haystack = Haystack.read(str(arguments.text), tokenizer, arguments.length + arguments.new + 1)
     texts = prompts(tokenizer, haystack, arguments.length, arguments.facts, arguments.prompts, 0, arguments.new)
     settings |= {"text": arguments.text.name} | ({"at_end": True} if arguments.at_end else {})
+    settings |= {"dtype": arguments.dtype} if arguments.dtype != "float32" else {}
     report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if report.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.json} was measured with {report['settings']}; give it another name")
