@@ -9,7 +9,7 @@ import pytest
 from kvsurgery.checkpoint.family import load_family, supported
 from kvsurgery.vllm.architectures import ARCHITECTURES
 from tests.distributed import test_tensor_parallel
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, figures
 from tests.helpers.families import FAMILIES
 
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
@@ -20,6 +20,13 @@ SHARED = {FAMILIES[name]["model_type"] for name in test_tensor_parallel.FAMILIES
 
 def test_every_family_has_a_row() -> None:
     assert [*ROWS] == [*supported()]
+
+
+@pytest.mark.parametrize(
+    ("page", "line"), [("README.md", "families.md), [quantized]"), ("docs/support.md", "values of `model_type`")]
+)
+def test_pages_say_how_many_families_there_are(page: str, line: str) -> None:
+    assert str(len(supported())) in figures(page, line)
 
 
 @pytest.mark.parametrize("name", supported())
