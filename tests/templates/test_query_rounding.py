@@ -26,7 +26,7 @@ from tests.helpers.families import tokens
 from tests.helpers.losses import least_error_factors, losses
 from tests.helpers.shards import tree
 from tests.helpers.slow_cache import SlowCache
-from tests.helpers.surgery import Converted, convert_folder, random_profile
+from tests.helpers.surgery import Converted, convert_folder, random_profile, reform_profile
 from tests.templates.test_quantized import in_parts
 
 
@@ -262,3 +262,19 @@ def test_without_the_file_nothing_loads(converted: Converted, tmp_path: Path, co
 def test_reverting_leaves_no_trace(converted: Converted, tmp_path: Path) -> None:
     revert(converted.folder, tmp_path / "back")
     assert tree(tmp_path / "back") == tree(converted.source)
+
+
+def test_a_question_about_a_long_prompt_is_answered_from_rounded_keys(checkpoint, tmp_path: Path) -> None:
+    """As the same cache answers the gathered prompt, and not as one whose keys are rounded to the nearest code."""
+    source = checkpoint("qwen3")
+    recipe = {"sparsity": 0.5, "kv_bits": 2, "kv_measured": str(measured(source, tmp_path / "losses.safetensors"))}
+    sizes = {"chunk": 64, "encode_budget": 32, "keep": 4, "window": 5, "pool": 3, "recompute_budget": 300}
+    long = convert_folder(source, tmp_path / "long", **recipe, reform=reform_profile(source), sizes=sizes)
+    by_queries = convert_folder(source, tmp_path / "queries", **recipe)
+    nearest = convert_folder(source, tmp_path / "nearest", **recipe, kv_rounding="nearest")
+    greedy = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = tokens(1, 700)
+    found, [places] = long.model.generate(ids, return_gathered=True, **greedy)
+    gathered = ids[:, places]
+    assert found[:, 700:].equal(by_queries.model.generate(gathered, **greedy)[:, 300:])
+    assert not found[:, 700:].equal(nearest.model.generate(gathered, **greedy)[:, 300:])
