@@ -34,11 +34,12 @@ from kvsurgery.checkpoint.source import read_config
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
-from kvsurgery.vllm.groups import Groups
+from kvsurgery.vllm.budgeted import groups_of
 from kvsurgery.vllm.quantized import holds_codes
 
 BLOCK = 32  # tokens; the CPU's kernels take multiples
 ITEMSIZE = 4  # float32
+ORIGINAL = "original"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def block_bytes(config: dict[str, Any]) -> int:
     """Bytes of a block of vLLM's pool for a config, converted or not."""
     if "kv_surgery" in config:
         layout = KVLayout.from_config(config)
-        return Groups(layout, BLOCK, ITEMSIZE, holds_codes(layout)).block_bytes
+        return groups_of(layout, BLOCK, ITEMSIZE, holds_codes(layout)).block_bytes
     model = Model.of(config).dimensions
     return model.layers * model.kv_heads * BLOCK * 2 * model.head_dim * ITEMSIZE
 
@@ -106,6 +107,8 @@ def serve(folder: Path, load: Load, pipe: Connection) -> None:
         distributed_executor_backend="uni",
         disable_log_stats=False,
     )
+    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    assert cache.kv_cache_tensors[0].size == cache.num_blocks * block, "vLLM's blocks have another size"
     pipe.send("ready")
     while pipe.recv() == "run":
         pipe.send(run(llm.llm_engine, load, block))
@@ -166,6 +169,7 @@ def engines(folders: dict[str, Path], load: Load) -> Generator[dict[str, Connect
         pipes[name], child_pipe = context.Pipe()
         processes.append(context.Process(target=serve, args=(folder, load, child_pipe)))
         processes[-1].start()
+        child_pipe.close()  # so that a process that ends early is noticed
         assert pipes[name].recv() == "ready"
     try:
         yield pipes
@@ -175,8 +179,24 @@ def engines(folders: dict[str, Path], load: Load) -> Generator[dict[str, Connect
             process.join(60)
 
 
-def conversions(source: Path, out: Path, shares: list[float], options: argparse.Namespace) -> dict[str, Path]:
-    """The original's folder, and folders of conversions with these shares of heads full."""
+def recipes(options: argparse.Namespace) -> dict[str, Recipe]:
+    """The conversions that are served, by name."""
+    found = {}
+    for bits in options.bits:
+        stored, suffix = {}, ""
+        if bits < 16:
+            stored, suffix = {"kv_bits": bits}, f", {bits} bits"
+        for share in options.shares:
+            if share < 1 or stored:
+                sizes = {"sink": options.sink, "recent": options.recent} if share < 1 else {}
+                found[f"{share:.0%} full{suffix}"] = Recipe.of(sparsity=1 - share, **sizes, **stored)
+        for budget in options.budgets:
+            found[f"budgets of {budget}{suffix}"] = Recipe.of(rest="budgeted", budget=budget, **stored)
+    return found
+
+
+def conversions(source: Path, out: Path, options: argparse.Namespace) -> dict[str, Path]:
+    """The original's folder, and folders of its conversions."""
     config = read_config(source)
     model = Model.of(config).dimensions
     if options.profile:
@@ -184,12 +204,11 @@ def conversions(source: Path, out: Path, shares: list[float], options: argparse.
     else:  # which heads are full does not change how much is stored
         scores = np.random.default_rng(0).random((model.layers, model.kv_heads), dtype=np.float32)
         profile = HeadProfile(scores, "duo", "kv", str(source), model)
-    folders = {"dense": source}
-    for share in shares:
-        folder = out / f"{share}"
-        recipe = Recipe.of(sparsity=1 - share, sink=options.sink, recent=options.recent)
+    folders = {ORIGINAL: source}
+    for name, recipe in recipes(options).items():
+        folder = out / name.replace(" ", "-")
         convert(source, folder, profile, recipe)
-        folders[f"{share:.0%} full"] = folder
+        folders[name] = folder
     return folders
 
 
@@ -202,7 +221,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         options.requests, options.prompt, options.new, options.at_once, budget, options.chunk, config["vocab_size"]
     )
     with tempfile.TemporaryDirectory() as out:
-        folders = conversions(options.source, Path(out), options.shares, options)
+        folders = conversions(options.source, Path(out), options)
         turns: dict[str, list[Result]] = {name: [] for name in folders}
         with engines(folders, load) as pipes:
             for turn in range(options.turns):
@@ -215,18 +234,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     medians = {
         name: sorted(results, key=lambda result: result.seconds)[len(results) // 2] for name, results in turns.items()
     }
-    dense_result = medians["dense"]
+    original_result = medians[ORIGINAL]
     return {
         "load": asdict(load),
         "results": {name: asdict(result) for name, result in medians.items()},
         "ratios": {
             name: {
-                "requests_per_second": result.requests_per_second / dense_result.requests_per_second,
+                "requests_per_second": result.requests_per_second / original_result.requests_per_second,
                 "requests_per_cpu_second": statistics.median(
-                    dense_turn.cpu_seconds / turn.cpu_seconds
-                    for dense_turn, turn in zip(turns["dense"], turns[name], strict=True)
+                    original_turn.cpu_seconds / turn.cpu_seconds
+                    for original_turn, turn in zip(turns[ORIGINAL], turns[name], strict=True)
                 ),
-                "concurrency": result.running / dense_result.running,
+                "concurrency": result.running / original_result.running,
             }
             for name, result in medians.items()
         },
@@ -236,13 +255,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> list[str]:
     """Lines of Markdown: every model beside the original."""
     lines = [
-        "| full heads | requests per CPU second | mean concurrent requests | most concurrent | preemptions |",
+        "| cache | requests per CPU second | mean concurrent requests | most concurrent | preemptions |",
         "|---|---|---|---|---|",
     ]
     for name, result in report["results"].items():
-        ratios, heads = report["ratios"][name], "all (original)" if name == "dense" else name.removesuffix(" full")
+        ratios = report["ratios"][name]
         cells = (
-            heads,
+            name,
             f"× {ratios['requests_per_cpu_second']:.2f}",
             f"{result['running']:.2f} (× {ratios['concurrency']:.2f})",
             f"{result['most_running']}",
@@ -257,6 +276,8 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25], help="of heads that stay full")
+    parser.add_argument("--bits", type=int, nargs="+", default=[16], help="of the cache; 16 is the model's dtype")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[], help="of heads, in place of streaming ones")
     parser.add_argument("--sink", type=int, default=16)
     parser.add_argument("--recent", type=int, default=64)
     parser.add_argument("--requests", type=int, default=24)

@@ -76,14 +76,24 @@ class BudgetedGroups:
         """Bytes of a token in the full heads of the model."""
         return self.groups.token_bytes
 
-    def sequence_bytes(self, prompt: int) -> int:
-        """What vLLM holds for a prompt that is complete."""
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return Plan.of([bucket for bucket, _ in self.held(0)]).width
+
+    def held(self, prompt: int) -> list[tuple[Bucket, int]]:
+        """Each bucket, with the blocks that a group of it holds for a prompt that is complete."""
         layers_by_bin: dict[Bin, list[int]] = {}
         for (layer, _), found in self.bins.items():
             layers_by_bin.setdefault(found, []).append(layer)
         held = self.groups.held(prompt)
         for found, layers in layers_by_bin.items():
             held += self._held(found, layers, prompt)
+        return held
+
+    def sequence_bytes(self, prompt: int) -> int:
+        """What vLLM holds for a prompt that is complete."""
+        held = self.held(prompt)
         plan = Plan.of([bucket for bucket, _ in held])
         return plan.width * sum(number * blocks for number, (_, blocks) in zip(plan.groups, held, strict=True))
 
@@ -105,3 +115,9 @@ class BudgetedGroups:
             (Bucket(tiles, sliding=False), -(-prompt // TILE) - dropped // TILE),
             (bucket, total - max(window - -(-first.sink // size), 0)),
         ]
+
+
+def groups_of(layout: KVLayout, tokens: int, itemsize: int = 2, quantized: bool = False) -> Groups | BudgetedGroups:
+    """The cache groups of a model, whatever its heads are."""
+    kind = BudgetedGroups if any(layer.budgets for layer in layout.layers) else Groups
+    return kind(layout, tokens, itemsize, quantized)

@@ -11,7 +11,7 @@ from kvsurgery.checkpoint.quantization import KEY
 from kvsurgery.heads.lengths import lengths_of
 from kvsurgery.templates.kv_layout import KVLayout, setting
 from kvsurgery.vllm.architectures import ARCHITECTURES
-from kvsurgery.vllm.budgeted import BudgetedGroups
+from kvsurgery.vllm.budgeted import BudgetedGroups, groups_of
 from kvsurgery.vllm.groups import Groups
 from kvsurgery.vllm.quantized import holds_codes
 
@@ -74,9 +74,9 @@ def forecast(config: Any) -> Forecast:
     for processes in reversed(layout.processes):
         first, *others = layout.parts(processes)
         if all(other == first for other in others):
-            groups: Groups | BudgetedGroups = Groups(first, BLOCK)
-            if any(layer.budgets for layer in first.layers):  # on a CPU alone, where codes are in pages
-                groups = BudgetedGroups(first, BLOCK, quantized=holds_codes(first))
+            # budgets are served on a CPU alone, where codes are in pages
+            codes = any(layer.budgets for layer in first.layers) and holds_codes(first)
+            groups = groups_of(first, BLOCK, quantized=codes)
             prediction = Forecast.of(groups, lengths_of(config)[-1], processes)
             return replace(prediction, text_only=has_bidirectional_images(config))
     raise AssertionError("one process holds all heads")
