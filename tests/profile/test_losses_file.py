@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.loading import load_scores
+from kvsurgery.profile.loading import load_losses, load_scores
 from kvsurgery.profile.query_factors import QueryFactors
 from kvsurgery.profile.tensor_file import to_bytes
+from tests.docs.pages import ROOT, figures
 from tests.helpers.losses import MODEL, losses
 
 
@@ -180,3 +183,28 @@ def test_files_that_are_none(tmp_path) -> None:
     (tmp_path / "losses").write_bytes(content.replace(b'\\"rotate\\"', b'\\"rotatd\\"'))
     with pytest.raises(ProfileError, match="bad metadata"):
         CacheLosses.load(tmp_path / "losses")
+
+
+def prices(found: CacheLosses) -> Iterator[tuple[float, float]]:
+    """Of each measured combination with quantized heads, what `fit` expects and what was measured."""
+    expected = {name: found.expected(name) for name in found.heads}
+    layers = [layer for layer, window in enumerate(found.windows or [None] * found.model.layers) if window is None]
+    heads = [(layer, head) for layer in layers for head in range(found.model.kv_heads)]
+    ranking = sorted(heads, key=lambda place: found.heads["streaming"][place])
+    for entry in found.combinations:
+        match entry.name.split(" bits")[0].replace(",", "").split():
+            case [count, _, "streaming", "the", "others", "in", bits]:
+                widths = dict.fromkeys(ranking[: int(count)], "streaming") | dict.fromkeys(ranking[int(count) :], bits)
+            case [_, _, "streaming"]:
+                continue  # these scale the losses
+            case in_turn:
+                widths = dict(zip(heads, itertools.cycle(in_turn), strict=False))
+        yield sum(expected[width][place] for place, width in widths.items()), entry.measured
+
+
+def test_expected_losses_of_many_heads_are_as_near_to_the_measured_ones_as_the_docs_say() -> None:
+    files = [load_losses(ROOT / "examples" / model / "losses.safetensors") for model in ("smollm2", "gemma3")]
+    ratios = [measured / expected for found in files for expected, measured in prices(found)]
+    assert len(ratios) == 8
+    shown = {f"{min(ratios):.2f}", f"{max(ratios):.2f}"}
+    assert shown <= figures("docs/memory-budget.md", "On SmolLM2 and Gemma 3")
