@@ -94,10 +94,14 @@ def all_full(source: Path) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def filled(cache: Any, states: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """An empty cache, filled with a prompt's keys and values by layer, as the prompt's own forward fills it."""
+def filled(cache: Any, states: list[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None = None) -> Any:
+    """An empty cache, filled with a prompt's keys and values by layer, as the prompt's own forward fills it.
+
+    Args:
+        mask: of left padding, [rows, tokens].
+    """
     if hasattr(cache, "begin"):  # a converted model's; others quantize what comes first in `update`
-        cache.begin(None, *states[0][0].shape[::2])
+        cache.begin(mask, *states[0][0].shape[::2])
     for number, (keys, values) in enumerate(states):
         if not hasattr(cache, "begin"):
             cache.update(keys, values, number)

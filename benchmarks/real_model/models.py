@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Literal
 
@@ -28,9 +29,13 @@ def stock(
 def converted(
     source: Path, profile: HeadProfile, recipe: Recipe, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A checkpoint's model after conversion, loaded with transformers alone."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
-        convert(source, folder, profile, recipe)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
-        return model.eval().to(device)
+    """A checkpoint's model after conversion, loaded with transformers alone.
+
+    The converted folder lives as long as the model: caches that round keys by the queries read factors from it.
+    """
+    scratch = tempfile.TemporaryDirectory()
+    folder = Path(scratch.name) / "converted"  # one name: transformers imports the emitted code once
+    convert(source, folder, profile, recipe)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
+    weakref.finalize(model, scratch.cleanup)
+    return model.eval().to(device)
