@@ -20,7 +20,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 try:  # it patches the attention functions that are registered when it is imported, so it comes before converted models
     import kvpress
@@ -29,7 +29,7 @@ except ImportError:
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer, PreTrainedModel, QuantizedCache
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.utils import logging
 
 from benchmarks.peers.held import held_bytes
@@ -62,19 +62,25 @@ class Contender:
         name: unique.
         series: what it is a setting of, a line of the picture.
         keeps_states: whether a text's states are the original's while it is read.
+        drops_rows: whether its cache can drop rows of a batch.
     """
 
     name: str = ORIGINAL
     series: str = ORIGINAL
     keeps_states: bool = True
+    drops_rows: ClassVar[bool] = True
 
     def load(self, source: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
         """The model that it runs with."""
         return stock(source, dtype=dtype, device=device)
 
+    def cache(self, model: PreTrainedModel) -> Any:
+        """An empty cache."""
+        return DynamicCache(config=model.config)
+
     def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
         """A cache that holds a text [1, tokens]."""
-        return model(text, logits_to_keep=1).past_key_values
+        return model(text, past_key_values=self.cache(model), logits_to_keep=1).past_key_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,11 @@ class Converted(Contender):
         """Convert, and load with transformers alone."""
         return converted(source, self.profile, self.recipe, device, dtype)
 
+    def cache(self, model: PreTrainedModel) -> Any:
+        """An empty cache."""
+        kind = type(model(torch.zeros(1, 1, dtype=torch.long, device=model.device)).past_key_values)
+        return kind(model.config)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(Contender):
@@ -95,12 +106,12 @@ class Quantized(Contender):
 
     backend: str
     bits: int
+    drops_rows: ClassVar[bool] = False
 
-    def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
-        """A cache that holds a text [1, tokens]."""
+    def cache(self, model: PreTrainedModel) -> Any:
+        """An empty cache."""
         keys, values = AXES[self.backend]
-        cache = QuantizedCache(self.backend, model.config, nbits=self.bits, axis_key=keys, axis_value=values)
-        return model(text, past_key_values=cache, logits_to_keep=1).past_key_values
+        return QuantizedCache(self.backend, model.config, nbits=self.bits, axis_key=keys, axis_value=values)
 
 
 @dataclass(frozen=True, kw_only=True)
