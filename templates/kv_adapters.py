@@ -55,11 +55,9 @@ def order_of(name: str | None) -> str | None:
 
 def in_attention(decoder: torch.nn.Module, adapter: str) -> bool:
     """Whether an adapter of this name has parameters in the decoder's attention."""
-    return any(
-        adapter in name.split(".")
-        for layer in decoder.get_submodule("layers").children()
-        for name, _ in getattr(layer, "self_attn", torch.nn.Module()).named_parameters()
-    )
+    attentions = (module for module in decoder.get_submodule("layers").modules() if hasattr(module, "kv_layout"))
+    names = (name for attention in attentions for name, _ in attention.named_parameters())
+    return any(adapter in name.split(".") for name in names)
 
 
 def mark_order(order: str | None, decoder: torch.nn.Module, weights: dict, prefix: str, metadata: dict) -> None:

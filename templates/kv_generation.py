@@ -26,6 +26,7 @@ class KVSurgeryModel:
     """Mixin, first in the bases: every attention layer gets its layout and this checkpoint's attention function."""
 
     _auto_class = "AutoModel"  # save_pretrained then copies this code, in transformers 4 too
+    attention_name = "self_attn"  # of the attention in a decoder layer
 
     def __init__(self, config: Any, *args, **kwargs):
         layout = KVLayout.from_config(config)
@@ -40,7 +41,7 @@ class KVSurgeryModel:
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
         for decoder_layer, layer in zip(decoder.layers, layout.attended, strict=True):
             if layer.heads:
-                decoder_layer.self_attn.kv_layout = layer
+                getattr(decoder_layer, self.attention_name).kv_layout = layer
         for module in decoder.layers.modules():
             if any(isinstance(part, torch.nn.Conv1d) for part in module.children()):  # it has states
                 module.register_forward_pre_hook(mask_padding, with_kwargs=True)
@@ -335,7 +336,8 @@ def leave(*args) -> None:
 
 def mask_padding(module: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Mask a single token that is padding in a module with states: stock code takes it for a generated one."""
-    cache, states = options[CACHE if CACHE in options else "cache_params"], options["hidden_states"]
+    cache = options[CACHE if CACHE in options else "cache_params"]
+    states = args[0] if args else options["hidden_states"]
     if not isinstance(cache, KVSurgeryCache) or states.shape[1] > 1 or not cache.columns.padding_open:
         return None
     is_token = [[pad < cache.columns.expected] for pad in cache.columns.pads]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 VERSION = 2
 QUANTIZATION = {1: "quantisation", 2: "quantization"}
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
-# what `layer_types` of a config calls layers that have a state and no KV cache, and those that have both
-STATES, HYBRID = ("linear_attention", "mamba", "conv"), "hybrid"
+# what `layer_types` of a config calls layers that have a state and no KV cache, those with both, and those with neither
+STATES, HYBRID, NEITHER = ("linear_attention", "mamba", "conv"), "hybrid", ("mlp", "moe")
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # and those with a window of their own
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
@@ -446,8 +446,8 @@ class KVLayout:
             raise ValueError(f"layer_types of config.json is not a list: {layer_types!r}")
         for index, layer in enumerate(layers):
             heads = layer_setting(text, index, "num_key_value_heads") or setting(text, "num_attention_heads")
-            has_state = index < len(layer_types) and layer_types[index] in STATES
-            expected = 0 if has_state or layer.source is not None else heads
+            no_cache = index < len(layer_types) and layer_types[index] in (*STATES, *NEITHER)
+            expected = 0 if no_cache or layer.source is not None else heads
             if layer.heads != expected:
                 raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {expected}")
             if layer.source is not None and not (layer.source < index and layers[layer.source].heads == heads):

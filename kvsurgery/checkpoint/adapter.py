@@ -22,7 +22,6 @@ from kvsurgery.system.repo_id import cached_origin, did_you_mean
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE_CONFIG = "base_config"  # in the options of a converted adapter's provenance
-ATTENTION = "self_attn."
 # by what follows a module's name: the axes of the module's weight that the tensor has, None for the rank
 LORA: dict[str, tuple[int | None, ...]] = {
     ".lora_A.weight": (None, 1),
@@ -92,7 +91,8 @@ def adapter_role(model: Model, tensor: Tensor) -> Role:
     except UnsupportedModel as error:
         stem = next((weight.removeprefix(prefix) for prefix in family.prefixes if weight.startswith(prefix)), weight)
         match = LAYER.fullmatch(stem)
-        is_outside = f".{ATTENTION}" not in f".{stem}" and (match or "layers." not in stem)
+        is_attention = f".{family.modeling.attention}." in f".{stem}"
+        is_outside = not is_attention and (match or "layers." not in stem)
         if not is_outside:
             raise UnsupportedModel(
                 f"tensor {tensor.name!r} of the adapter is not known in family {family.name}; {MERGE}"

@@ -15,7 +15,8 @@ tensors that no other layers have. `[experts]` gives the layers with experts, an
 experts, or only layers without them, have. `[instead]` lists tensors that may replace another one.
 
 In `[windows]`, `kind` is what `layer_types` calls layers without full attention, `size` the key of their window, and
-`layers` that of a list with a number for each layer, 0 where it has full attention. `[states]` gives the sizes of the
+`layers` that of a list with a number for each layer, 0 where it has full attention. `[layers]` says where a config
+lists the kinds of layers if not in `layer_types`. `[states]` gives the sizes of the
 states that layers have in place of a KV cache. `[full_attention]` has the config keys of dimensions that layers with
 full attention have of their own, and of the switch for layers without `v_proj`, whose values are made from the
 projected keys. `[parallel]` says where transformers' tensor parallelism does not split the heads, `[reform]` why REFORM
@@ -44,6 +45,7 @@ from kvsurgery.checkpoint.patch import (
     Copied,
     Experts,
     FullAttention,
+    Layers,
     Modeling,
     Module,
     Patch,
@@ -75,6 +77,7 @@ class Family:
         modeling: facts about the family for the emitted code.
         refusals: by config key, the reason why surgery does not cover it.
         defaults: the config class's defaults for keys that a config leaves out.
+        layers: the table `[layers]` of its file, about kinds of layers that `layer_types` does not list.
         window: the table `[windows]` of its file, about layers without full attention.
         full_attention: the table `[full_attention]`; None if all layers have the same number and size of heads.
         sharing: the config key for the number of layers without a KV cache of their own.
@@ -101,6 +104,7 @@ class Family:
     modeling: Modeling
     refusals: Mapping[str, str | Mapping[str, str]]
     defaults: Mapping[str, Any]
+    layers: Layers | None
     window: Windows | None
     full_attention: FullAttention | None
     sharing: str | None
@@ -218,10 +222,11 @@ def load_family(name: str) -> Family:
         modeling=replace(patch.modeling, module=patch.modeling.module or name),
         defaults=patch.defaults,
         refusals={**_ALWAYS_REFUSED, **patch.refuse},
+        layers=patch.layers,
         window=patch.windows,
         full_attention=patch.full_attention,
-        permute=permuted(patch.permute),
-        optional=permuted(patch.permute_if_present),
+        permute=permuted(patch.permute, patch.modeling.attention),
+        optional=permuted(patch.permute_if_present, patch.modeling.attention),
         copied=patch.copy,
         when=patch.when,
         only=patch.only,
@@ -229,7 +234,7 @@ def load_family(name: str) -> Family:
         experts=patch.experts,
         instead=patch.instead,
         numbers=patch.numbers,
-        prefixes=text.prefixes if text else ("model.",),
+        prefixes=text.prefixes if text else patch.prefixes,
         text=text.families if text else (),
         outer_defaults={},
         beside=patch.beside,

@@ -19,6 +19,7 @@ from kvsurgery.templates.kv_layout import text_config
 
 MAX_COUNT = 1 << 12  # experts of a layer; larger numbers in a config are nonsense
 LM_HEAD = "lm_head.weight"
+EMBEDDINGS = "embed_tokens.weight", ".embeddings.weight"  # how names of an embedding end
 OUTPUT_LAYER = "lm_head."
 TIED = "tie_word_embeddings"
 

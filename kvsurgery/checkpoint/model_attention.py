@@ -13,7 +13,7 @@ from kvsurgery.checkpoint.patch import FULL_ATTENTION
 from kvsurgery.checkpoint.patterns import matches
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.templates.kv_layout import text_config
+from kvsurgery.templates.kv_layout import NEITHER, STATES, text_config
 
 # larger numbers in a config are nonsense, and would make lists of that length
 MAX_DIMENSION = 1 << 20
@@ -39,8 +39,12 @@ class ModelAttention:
 
     @cached_property
     def text(self) -> Mapping[str, Any]:
-        """The part of the config for the model with the KV cache."""
-        return text_config(self.config)
+        """The part of the config for the model with the KV cache, with the kinds of its layers in `layer_types`."""
+        text, rules = text_config(self.config), self.family.layers
+        if rules is None:
+            return text
+        kinds = [OLD_KINDS.get(str(kind), kind) for kind in rules.kinds(text, self.family.defaults)]
+        return {**text, "layer_types": kinds, "num_hidden_layers": len(kinds)}  # stock code ignores another number
 
     @cached_property
     def dimensions(self) -> ModelDimensions:
@@ -72,6 +76,8 @@ class ModelAttention:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """What `layer_types` calls each layer."""
+        if self.family.layers:
+            return tuple(self.text["layer_types"])
         other = self.family.window.kind if self.family.window else FULL_ATTENTION
         return tuple(FULL_ATTENTION if window is None else other for window in self.windows)
 
@@ -155,7 +161,7 @@ class ModelAttention:
         if states is None:
             return 0
         layer_bytes = itemsize * self._sum(states.convolution) + 4 * self._sum(states.recurrence)
-        return layer_bytes * (len(self.windows) if states.beside else self.windows.count(0))
+        return layer_bytes * sum(states.beside or kind in STATES for kind in self.kinds)
 
     def _sum(self, products: Iterable[str]) -> int:
         """The sum of products of numbers and config keys, as `States` has them."""
@@ -215,7 +221,7 @@ class ModelAttention:
             raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
             types = [OLD_KINDS.get(kind, kind) for kind in types] if self.family.states else types
-            allowed_types = (FULL_ATTENTION, window.kind)
+            allowed_types = (FULL_ATTENTION, window.kind, *(NEITHER if self.family.layers else ()))
             if len(types) != layers or any(item not in allowed_types for item in types):
                 raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(allowed_types)}")
             # stock code takes the last layer of a family with two kinds of heads for one with full attention

@@ -6,7 +6,7 @@ import difflib
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from kvsurgery.checkpoint.role import HIDDEN, OTHER
-from kvsurgery.errors import PolicyError
+from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.system.resources import PATCHES
 from kvsurgery.system.typed_toml import check_types
 
@@ -24,6 +24,7 @@ FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 CHUNKED_ATTENTION = "chunked_attention"
 SHAPE_SYMBOL = re.compile("hidden|other|query_heads|kv_heads|gated_queries|[qkv]+")
+SELF_ATTENTION = "self_attn."  # the attention of a layer, in the tables of permutations
 PERMUTATIONS = PATCHES / "shared" / "permutations.toml"
 # config keys that are read by these names in every family, and may have a default
 COMMON_KEYS = (
@@ -52,6 +53,7 @@ class Modeling(Table):
 
     Attributes:
         title: the family's name, as people write it.
+        attention: what a decoder layer calls its attention.
         module: the package of `transformers.models` with its classes; None for the family's own.
         base_model_prefix: the prefix of the weights' names, if transformers 4 assumes another one.
         weights: emitted classes whose weights transformers 5 converts at load, and the stock class or `model_type`
@@ -61,6 +63,7 @@ class Modeling(Table):
     """
 
     title: str
+    attention: str = "self_attn"
     module: str | None = None
     base_model_prefix: str | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -91,6 +94,39 @@ class Windows(Table):
     from_layer: str | None = None
     full_layers: str | None = None
     full_every: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Layers(Table):
+    """How a config without `layer_types` names the kind of each layer.
+
+    Attributes:
+        types: config key of a list of kinds.
+        pattern: config key of a string with a letter for each layer, which is read if there is no list.
+        letters: by letter, the kind of layers that it stands for.
+    """
+
+    types: str
+    pattern: str
+    letters: Mapping[str, str]
+
+    def kinds(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sequence[Any]:
+        """The kinds of all layers by a config.
+
+        Raises:
+            UnsupportedModel: what should name them is malformed.
+        """
+        key = next((key for key in ("layer_types", self.types) if config.get(key) is not None), None)
+        pattern = config.get(self.pattern)
+        if key is None and pattern is not None:
+            if not isinstance(pattern, str) or not {*pattern} <= self.letters.keys():
+                letters = " ".join(self.letters)
+                raise UnsupportedModel(f"config.json: {self.pattern} is {pattern!r}, with other letters than {letters}")
+            return [self.letters[letter] for letter in pattern]
+        kinds = defaults[self.types] if key is None else config[key]
+        if not isinstance(kinds, list | tuple):
+            raise UnsupportedModel(f"config.json: {key} is {kinds!r}, not a list")
+        return kinds
 
 
 @dataclass(frozen=True)
@@ -238,6 +274,8 @@ class Patch(Table):
     copy: Copied
     defaults: Mapping[str, Any] = field(default_factory=dict)
     refuse: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
+    prefixes: tuple[str, ...] = ("model.",)
+    layers: Layers | None = None
     windows: Windows | None = None
     full_attention: FullAttention | None = None
     sharing: Sharing | None = None
@@ -262,8 +300,8 @@ class Patch(Table):
         _check_known(self.defaults, [*COMMON_KEYS, *self._config_keys()], "defaults")
         _check_known(self.permute, permutations(), "permute")
         _check_known(self.permute_if_present, permutations(), "permute_if_present")
-        with_heads = chain(*(permutations()[name] for name in (*self.permute, *self.permute_if_present)))
-        in_layers = [*with_heads, *self.copy.layer]
+        with_heads = (permuted([name], self.modeling.attention) for name in (*self.permute, *self.permute_if_present))
+        in_layers = [*chain(*with_heads), *self.copy.layer]
         _check_unique(in_layers)
         _check_unique(self.copy.model)
         tensors = [*in_layers, *self.copy.model]
@@ -283,6 +321,7 @@ class Patch(Table):
         experts = self.experts or Experts()
         yield from (windows.size, windows.enabled_by or "", windows.layers or "", windows.from_layer or "")
         yield windows.full_layers or ""
+        yield self.layers.types if self.layers else ""
         yield from self.states.keys() if self.states else ()
         yield str(windows.full_every)
         yield from vars(full).values() if full else ()
@@ -302,9 +341,10 @@ def permutations() -> dict[str, dict[str, tuple[str, ...]]]:
     return {name: {part: tuple(shape) for part, shape in table.items()} for name, table in tables.items()}
 
 
-def permuted(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The shapes of the tensors in several sets of `permutations`."""
-    return {part: shape for name in names for part, shape in permutations()[name].items()}
+def permuted(names: Iterable[str], attention: str) -> dict[str, tuple[str, ...]]:
+    """The shapes of the tensors in several sets of `permutations`, by their names in layers with this attention."""
+    shapes = (item for name in names for item in permutations()[name].items())
+    return {part.replace(SELF_ATTENTION, f"{attention}."): shape for part, shape in shapes}
 
 
 def with_braces_expanded(value: Any) -> Any:

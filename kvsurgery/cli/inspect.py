@@ -67,8 +67,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
     if facts.dimensions:
         yield "attention", facts.dimensions
         if stateful := facts.windows.count(0):
-            states = f"states of {console.size(facts.states)} a sequence, not counted as KV cache"
-            yield "states", f"{stateful} of {facts.dimensions.layers} layers have no KV cache, but {states}"
+            states = f"the model has {console.size(facts.states)} of states a sequence, not counted as KV cache"
+            yield "states", f"{stateful} of {facts.dimensions.layers} layers have no KV cache; {states}"
         elif facts.states:
             yield "states", f"{console.size(facts.states)} a sequence beside the KV cache, not counted as KV cache"
         for window, layers in Counter(filter(None, facts.windows)).items():

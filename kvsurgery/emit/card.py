@@ -19,7 +19,7 @@ from kvsurgery.heads.lengths import length_name, lengths_of
 from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import STATES, KVLayout, text_config
 from kvsurgery.version import HOME, __version__
 
 UNKNOWN_DTYPE = "16 bit"
@@ -121,7 +121,7 @@ def model_card(
         front_matter=_front_matter(repo_id[0] if repo_id else None, original),
         hashes=code_hashes({**code, **side_code.files}),
         kv_rows=[{**row, "tokens": length_name(row["tokens"])} for row in kv_table(config)],
-        state_layers=sum(not layer.heads for layer in policy.layout.attended),
+        state_layers=sum(kind in STATES for kind in text_config(config).get("layer_types") or ()),
         states_beside=states is not None and states.beside,
         longest=length_name(lengths_of(config)[-1]),
         model_type=config["model_type"],

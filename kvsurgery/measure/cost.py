@@ -8,6 +8,7 @@ from typing import Any
 
 from kvsurgery.checkpoint.experts import expert_share
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
+from kvsurgery.checkpoint.model import EMBEDDINGS, LM_HEAD
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.methods import attention, reform
@@ -82,7 +83,7 @@ def _prompts(max_context: int) -> Iterator[tuple[str, list[int]]]:
 
 def _multiplied_weights(tensor: Tensor, checkpoint: Checkpoint) -> int:
     """Weights of a tensor that a token of a prompt is multiplied with: no embedding, and of experts its own."""
-    if len(tensor.shape) < 2 or tensor.name.endswith(("embed_tokens.weight", "lm_head.weight")):
+    if len(tensor.shape) < 2 or tensor.name.endswith((*EMBEDDINGS, LM_HEAD)):
         return 0
     count = tensor.size * 8 // DTYPES[tensor.dtype]
     return round(count * expert_share(checkpoint.config)) if ".experts." in tensor.name else count

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvsurgery.checkpoint.dtype import ITEMSIZES, STORED, loading_dtype
 from kvsurgery.checkpoint.experts import EXPERTS_PER_TOKEN
 from kvsurgery.checkpoint.headers import Tensor
-from kvsurgery.checkpoint.model import Model
+from kvsurgery.checkpoint.model import EMBEDDINGS, Model
 from kvsurgery.checkpoint.role import Role
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import UnsupportedModel
@@ -18,7 +18,7 @@ from kvsurgery.policy.tensor_parallel import check_blocks
 
 # the projection out of an MLP, or of an expert: [hidden, inner], or stacked [experts, hidden, inner]
 DOWN = re.compile(
-    r".*\.(?:mlp|block_sparse_moe|feed_forward|layers\.\d+)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?"
+    r".*\.(?:mlp|block_sparse_moe|feed_forward|mixer|layers\.\d+)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?"
 )
 # [experts, inner, hidden] of Llama 4, where every token goes through all experts
 ALL_EXPERTS = re.compile(r".*\.feed_forward\.experts\.down_proj")
@@ -88,7 +88,7 @@ class Footprint:
         inner, vocabulary = 0, 0
         for name, shape in weights:
             width = shape[-1] if shape else 0
-            if name.endswith("embed_tokens.weight"):
+            if name.endswith(EMBEDDINGS):
                 vocabulary = math.prod(shape) // max(width, 1)
             elif ALL_EXPERTS.fullmatch(name):
                 experts, local_inner = shape[0], -(-shape[1] // processes)

@@ -14,7 +14,7 @@ from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.system.sizes import size
 from kvsurgery.templates.kv_graph import fits
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import STATES, KVLayout
 from tests.helpers.command import done
 from tests.helpers.families import STATES_ALONE, STATES_BESIDE, WITH_STATES, largest, make, rounding, tokens
 from tests.helpers.surgery import convert_folder, random_profile
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_keys_and_values(mixed, family):
     stock = DynamicCache(config=converted.stock.config)
     with torch.no_grad():
         converted.stock(tokens(2, 40), past_key_values=stock)
-    keys = [layer.keys for layer in stock.layers if hasattr(layer, "keys")]
+    keys = [layer.keys for layer in stock.layers if getattr(layer, "keys", None) is not None]
     assert layout.dense_bytes(2, 40, itemsize=4) == cache_bytes(stock) == 2 * sum(part.nbytes for part in keys)
 
 
@@ -85,7 +85,7 @@ def test_commands_tell_of_states_and_leave_their_layers_out(checkpoint, tmp_path
     profile.save(tmp_path / "profile.safetensors")
     inspected = " ".join(done("inspect", folder).out.split())
     states = size(Checkpoint.open(folder).model.state_bytes())
-    assert f"2 of 4 layers have no KV cache, but states of {states} a sequence, not counted as KV" in inspected
+    assert f"2 of 4 layers have no KV cache; the model has {states} of states a sequence, not counted" in inspected
     assert "2 of 4 layers have no KV cache" in done("profile", "show", tmp_path / "profile.safetensors").out
     shown = done("convert", folder, "--profile", tmp_path / "profile.safetensors", "--dry-run").out
     rows = [line.split() for line in shown.splitlines()]
@@ -123,8 +123,10 @@ def test_packed_texts_are_refused(mixed, family):
 
 @alone
 def test_the_card_tells_of_states(mixed, family):
-    card = (mixed(family).folder / "README.md").read_text()
-    assert "2 of 4 layers have a state of constant size" in card
+    converted = mixed(family)
+    stateful = sum(kind in STATES for kind in converted.model.config.layer_types)
+    card = (converted.folder / "README.md").read_text()
+    assert f"{stateful} of 4 layers have a state of constant size" in card
     assert "with left\npadding and beam search work" in card
 
 
