@@ -70,6 +70,7 @@ DENSE = (
     "HunYuanMoEV1ForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
+    "NemotronHForCausalLM",
     "PhimoeForCausalLM",
     "SolarOpenForCausalLM",
     "Starcoder2ForCausalLM",

@@ -35,7 +35,7 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
     layers = range(config.num_hidden_layers)
     if getattr(config, "layer_types", None) and model_type != "qwen3_moe":
         chunk = getattr(config, "attention_chunk_size", None)
-        sizes = {"sliding_attention": window, "chunked_attention": chunk, "linear_attention": 0}
+        sizes = {"sliding_attention": window, "chunked_attention": chunk, "linear_attention": 0, "mlp": 0, "moe": 0}
         windows = [sizes.get(config.layer_types[layer]) for layer in layers]
     else:
         windows = [window for _ in layers]

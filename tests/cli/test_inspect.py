@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.cli import cli
 from tests.evaluate.recall import convert
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import FAMILIES, attention_of
 from tests.helpers.hub_server import serve
 from tests.helpers.surgery import RECENT, SINK
 
@@ -52,7 +52,7 @@ def test_facts_are_those_of_the_loaded_model(checkpoint, family):
     facts = inspect(folder)
     config, model = AutoConfig.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     chunk = getattr(config, "attention_chunk_size", None)
-    layers = [getattr(layer, "self_attn", None) for layer in model.model.layers]  # None: linear attention
+    layers = [attention_of(layer) for layer in model.model.layers]
     slides = [getattr(layer, "is_sliding", True) for layer in layers]  # of EXAONE, every layer has the window's size
     if facts["chunked"]:  # Llama 4, whose layers with chunks are those with RoPE
         slides = [layer.use_rope for layer in layers]
@@ -73,7 +73,7 @@ def test_facts_are_those_of_the_loaded_model(checkpoint, family):
     assert facts["chunked"] == (chunk is not None)
     stored = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     assert facts["parameters"] == {"F32": sum(stored.values())}
-    assert facts["tied"] == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert facts["tied"] == (model.lm_head.weight is model.get_input_embeddings().weight)
     assert facts["size"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert (facts["supported"], facts["problem"], facts["surgery"]) == (True, None, None)
 

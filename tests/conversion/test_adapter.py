@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.helpers.surgery import convert_folder
 peft = pytest.importorskip("peft")
 set_peft_model_state_dict = peft.set_peft_model_state_dict
 IDS = tokens(2, 20)
+ATTENTION = re.compile(r"\.self_attn\.|\.mixer\.[qkvo]_proj$")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LLAMA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -87,7 +89,7 @@ def test_families(mixed, checkpoint, tmp_path, name):
     targets = [
         path
         for path, module in model.named_modules()
-        if ".self_attn." in path and isinstance(module, torch.nn.Linear) and "vision" not in path
+        if ATTENTION.search(path) and isinstance(module, torch.nn.Linear) and "vision" not in path
     ]
     assert targets
     # peft takes the gate of attention for a part of experts

@@ -212,6 +212,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "lm_head_multiplier": 0.4,
         **MAMBA,
     },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "head_dim": 16,
+        "layers_block_type": ["moe", "linear_attention", "full_attention", "full_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 16,
+        "time_step_min": 1e-6,  # below this, stock code cuts time steps of several tokens, but not those of single ones
+        "mlp_bias": True,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 20,
+        **MOE,
+    },
     "gemma4": {
         "model_type": "gemma4_text",
         **GEMMA_4,
@@ -486,6 +502,7 @@ CACHE_PATHS = {
     "lfm2": "convolutions",
     "granitemoehybrid": "state space layers",
     "falcon_h1": "a state space beside the attention of each layer",
+    "nemotron_h": "attention, a state space or experts alone in a layer",
     "gemma4": "keys are values, heads by layer type",
     "gemma4-moe": "head sizes by layer type",
     "gemma4-shared": "shared caches",
@@ -529,6 +546,12 @@ def stock(name: str, seed: int = 0, **overrides: Any) -> torch.nn.Module:
             # large enough that attention is far from uniform and every bias counts
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
     return model
+
+
+def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """The attention of a stock decoder layer; None if it has none."""
+    mixer = getattr(layer, "mixer", None)
+    return getattr(layer, "self_attn", mixer if hasattr(mixer, "q_proj") else None)
 
 
 def make(name: str, folder: Path, *, shard: str | int = "5GB", seed: int = 0, **overrides: Any) -> Path:

@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 from kvsurgery.heads.kinds import head_list
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import VALUE_NORM, KVLayout, LayerLayout
+from tests.helpers.families import attention_of
 
 NAME = "tests_hold_reference"
 
@@ -69,8 +70,8 @@ class HoldReference:
         usual = decoder.config._attn_implementation
         decoder.config._attn_implementation = NAME
         for layer in decoder.layers:
-            if getattr(layer, "self_attn", None) is not None:
-                layer.self_attn.hold_reference = self
+            if (attention := attention_of(layer)) is not None:
+                attention.hold_reference = self
         logits = []
         try:
             for token in ids.tolist():

@@ -8,6 +8,8 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from tests.helpers.families import attention_of
+
 NAME = "tests_dense_reference"
 
 
@@ -96,7 +98,7 @@ def reference_logits(
     decoder.config._attn_implementation = NAME
     for layer, heads in zip(decoder.layers, full, strict=True):
         if heads:
-            layer.self_attn.reference = (heads, sink, recent)
+            attention_of(layer).reference = (heads, sink, recent)
     try:
         with torch.no_grad():
             return model(tokens, attention_mask=mask, use_cache=False, **images).logits
