@@ -66,9 +66,10 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
     yield "family", facts.model_type
     if facts.dimensions:
         yield "attention", facts.dimensions
-        if stateful := facts.windows.count(0):
-            states = f"the model has {console.size(facts.states)} of states a sequence, not counted as KV cache"
-            yield "states", f"{stateful} of {facts.dimensions.layers} layers have no KV cache; {states}"
+        if uncached := facts.windows.count(0):
+            states = f"; the model has {console.size(facts.states)} of states a sequence, not counted as KV cache"
+            note = states if facts.states else ""
+            yield "states", f"{uncached} of {facts.dimensions.layers} layers have no KV cache{note}"
         elif facts.states:
             yield "states", f"{console.size(facts.states)} a sequence beside the KV cache, not counted as KV cache"
         for window, layers in Counter(filter(None, facts.windows)).items():
