@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsurgery.checkpoint.quantization import KEY
 from kvsurgery.heads.lengths import lengths_of
-from kvsurgery.templates.kv_layout import KVLayout, setting
+from kvsurgery.templates.kv_layout import KVLayout, has_states, setting, text_config
 from kvsurgery.vllm.architectures import ARCHITECTURES
 from kvsurgery.vllm.budgeted import BudgetedGroups, groups_of
 from kvsurgery.vllm.groups import Groups
@@ -111,7 +111,8 @@ def ignored(config: Any, codes: bool = False) -> Iterator[str]:
     """What vLLM leaves out of a converted config that it serves, a line each; `codes` are in its pages on a CPU."""
     section: Mapping[str, Any] = setting(config, "kv_surgery")
     if section.get("quantization") and not codes:
-        exception = ", except on a CPU with a cache of the model's dtype" * holds_codes(KVLayout.from_config(config))
+        on_cpus = holds_codes(KVLayout.from_config(config)) and not is_stateful(config)
+        exception = ", except on a CPU with a cache of the model's dtype" * on_cpus
         yield (
             f"vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit{exception}; use transformers with "
             "trust_remote_code=True to save these bytes"
@@ -129,6 +130,11 @@ def has_budgets(config: Any) -> bool:
     """Whether a config, converted or not, has budgeted heads."""
     section = setting(config, "kv_surgery") or {"layers": ()}
     return any(layer.get("budgets") for layer in section["layers"])
+
+
+def is_stateful(config: Any) -> bool:
+    """Whether layers have states; the config class of Falcon-H1 says so, its config.json does not."""
+    return setting(config, "model_type") == "falcon_h1" or has_states(text_config(config))
 
 
 def has_bidirectional_images(config: Any) -> bool:
@@ -153,6 +159,8 @@ def servable_layout(config: Any) -> KVLayout:
             )
     if any(layer.budgets for layer in layout.layers):
         _check_budgets(layout)
+        if is_stateful(config):
+            raise ValueError(f"vLLM serves budgeted heads only in models whose layers have no states; {ELSEWHERE}")
     weights = setting(config, KEY)
     if isinstance(weights, Mapping) and (weights.get("kv_cache_scheme") or weights.get("kv_cache_quant_algo")):
         raise ValueError(

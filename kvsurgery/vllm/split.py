@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_codes import nearest
@@ -141,9 +143,25 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
             continue
         bins = [budgeted.bins[index, head] for head in range(len(layer.budgets))]
         setattr(parent, name, _split(attention, index, groups, bins, vllm_config))
+    _prepare_mamba(model, vllm_config)
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if split_modules:
         _announce(split_modules, budgeted if budgeted.bins else groups, vllm_config)
+
+
+def _prepare_mamba(model: nn.Module, vllm_config: Any) -> None:
+    """Let vLLM choose how to compute steps of Mamba 2; where cache groups have several widths, its runner does not."""
+    mixers = [module for module in model.modules() if isinstance(module, MambaMixer2)]
+    if not mixers:
+        return
+    from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_ssu_backend
+
+    groups = [KVCacheGroupSpec([mixer.prefix], mixer.get_kv_cache_spec(vllm_config)) for mixer in mixers]
+    initialize_mamba_ssu_backend(
+        vllm_config.mamba_config,
+        KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=groups),
+        use_replayssm=vllm_config.cache_config.use_replayssm,
+    )
 
 
 def _give_bin(attention: ChunkedLocalAttention, bin: int) -> None:

@@ -43,6 +43,7 @@ OF_LM_EVAL = {
 }
 OF_VLLM = {
     "--disable-hybrid-kv-cache-manager",
+    "--no-enable-prefix-caching",
     "--kv-cache-dtype",
     "--kv-sharing-fast-prefill",
     "--language-model-only",

@@ -22,6 +22,7 @@ WITH_MROPE = {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_in
 SECTIONS = {"rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4]}}
 INTERLEAVED_SECTIONS = {"rope_scaling": {**SECTIONS["rope_scaling"], "mrope_interleaved": True}}
 GEMMA_4 = {**UNTIED, "global_head_dim": 64}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64}
 MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(WITH_STATES, WITH_LINEAR_LAYERS),
     # vLLM leaves out biases of the attention
@@ -49,8 +50,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "attention_bias": False,
     },
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 512},
+    # vLLM normalizes groups of Mamba 2 apart, transformers does not
+    "granitemoehybrid": {**WITH_LINEAR_LAYERS, **MAMBA, "mamba_n_groups": 1},
+    # vLLM's CPU build has no experts without a gate
+    "nemotron_h": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["full_attention", "linear_attention", "full_attention", "full_attention", "mlp"],
+    },
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     # transformers scales queries from this position on, vLLM does not
     "ministral3": {"rope_parameters": {**LLAMA_4, "original_max_position_embeddings": 2048}},
 }
+# vLLM's CPU build keeps no states of Mamba 2 for its prefix cache
+WITHOUT_PREFIX_CACHE = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 TOLERANCES = {"apertus": 1e-2}  # vLLM rounds the parameters of its activation to bfloat16

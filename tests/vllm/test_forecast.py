@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
+from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.vllm.forecast import BLOCK, Forecast, forecast, servable_layout, serving_limits
 from kvsurgery.vllm.groups import Groups
 
@@ -63,6 +66,24 @@ def test_prompts_within_the_context_need_no_reform() -> None:
     assert forecast(config(reform={})) == forecast(config())
     [limit] = serving_limits(config(reform={}))
     assert "REFORM" in limit
+
+
+BUDGETS = {"blocks": [[1, 3]], "budgets": [4, 4, 4]}
+SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
+QUANTIZATION = asdict(Quantization(4))
+
+
+@pytest.mark.parametrize("stateful", [{"model_type": "falcon_h1"}, {"layer_types": ["hybrid"] * 2}], ids=str)
+def test_models_whose_layers_have_states_beside_their_heads(stateful: dict) -> None:
+    budgets, quantized = config([BUDGETS] * 2, selection=SELECTION), config(quantization=QUANTIZATION)
+    for plain, expected in ((budgets, "budgeted heads on a CPU"), (quantized, "except on a CPU")):
+        [limit] = serving_limits(plain)
+        assert expected in limit
+    [limit] = serving_limits({**budgets, **stateful})
+    assert "budgeted heads only in models whose layers have no states" in limit
+    [limit] = serving_limits({**quantized, **stateful})
+    assert "vLLM ignores the quantized cache" in limit
+    assert "CPU" not in limit
 
 
 def test_what_vllm_cannot_serve() -> None:
