@@ -15,14 +15,15 @@ tensors that no other layers have. `[experts]` gives the layers with experts, an
 experts, or only layers without them, have. `[instead]` lists tensors that may replace another one.
 
 In `[windows]`, `kind` is what `layer_types` calls layers without full attention, `size` the key of their window, and
-`layers` that of a list with a number for each layer, 0 where it has full attention. `[layers]` says where a config
-lists the kinds of layers if not in `layer_types`. `[states]` gives the sizes of the
-states that layers have in place of a KV cache. `[full_attention]` has the config keys of dimensions that layers with
-full attention have of their own, and of the switch for layers without `v_proj`, whose values are made from the
-projected keys. `[parallel]` says where transformers' tensor parallelism does not split the heads, `[reform]` why REFORM
-does not cover a family. `[rope]` says whether layer types have RoPE of their own, and whether `rope_parameters` is
-their only spelling, `[sharing]` which config key counts the last layers that share the KV cache of earlier ones,
-`[modeling]` is what the emitted code says of the family.
+`layers` that of a list with a number for each layer, 0 where it has full attention. `[layers]` names the config keys
+that list the kinds of layers in place of `layer_types`. `[states]` gives the sizes of the states that layers have in
+place of a KV cache. `[full_attention]` has the config keys of dimensions that layers with full attention have of their
+own, and of the switch for layers without `v_proj`, whose values are made from the projected keys. `[parallel]` says
+where transformers' tensor parallelism does not split the heads, `[reform]` why REFORM does not cover a family. `[rope]`
+says whether layer types have RoPE of their own, and whether `rope_parameters` is their only spelling, `[sharing]` which
+config key counts the last layers that share the KV cache of earlier ones, `[modeling]` is what the emitted code says of
+the family. Its `attention` is what layers call their attention, if not `self_attn`, and `prefixes` are those that may
+come before the names of tensors, if not `model.` alone.
 
 In the patch of a model that reads images, `[text]` gives the possible families of its text model, and the prefixes of
 its tensors; everything about heads then comes from this family, and is read from `text_config`. A text model that

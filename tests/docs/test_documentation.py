@@ -43,12 +43,12 @@ OF_LM_EVAL = {
 }
 OF_VLLM = {
     "--disable-hybrid-kv-cache-manager",
-    "--no-enable-prefix-caching",
     "--kv-cache-dtype",
     "--kv-sharing-fast-prefill",
     "--language-model-only",
     "--max-model-len",
     "--max-num-batched-tokens",
+    "--no-enable-prefix-caching",
     "--tensor-parallel-size",
 }
 OF_SCRIPTS = {"--wheel", "--new", "--cases", "--given", "--first", "--writer"}
