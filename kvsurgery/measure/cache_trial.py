@@ -140,7 +140,9 @@ class CacheTrial:
             kept = last_token(self.tokens)
             self.model(self.tokens, use_cache=bool(with_states), logits_to_keep=kept, **options)
         self.layer_states = {
-            place: (layer.conv_states[0], layer.recurrent_states[0]) for place, layer in with_states.items()
+            place: (layer.conv_states[0], layer.recurrent_states[0])
+            for place, layer in with_states.items()
+            if layer.conv_states[0] is not None  # of layers with an MLP alone, in earlier versions
         }
 
     def _log_probabilities(self, changes: torch.Tensor, first_layer: int, count: int) -> torch.Tensor:
