@@ -72,8 +72,7 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
     if tokens == 1:
         return None
     parts = (part for layer in decoder.get_submodule("layers").children() for part in layer.children())
-    is_causal = all(getattr(part, "is_causal", True) for part in (config, *parts))
-    if arguments.get("is_causal") is False or not is_causal:
+    if arguments.get("is_causal") is False or not all(getattr(part, "is_causal", True) for part in (config, *parts)):
         raise ValueError(NOT_CAUSAL)
     starts = _starts(arguments.get("position_ids"), mask, tokens)
     _check_lengths(arguments, starts, rows)

@@ -14,6 +14,7 @@ QUANTIZATION = {1: "quantisation", 2: "quantization"}
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
 # what `layer_types` of a config calls layers that have a state and no KV cache, those with both, and those with neither
 STATES, HYBRID, NEITHER = ("linear_attention", "mamba", "conv"), "hybrid", ("mlp", "moe")
+SAVED_AS = {"layer_types": "layers_block_type"}  # by Nemotron-H, also in place of the number of layers
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # and those with a window of their own
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
@@ -378,7 +379,7 @@ def in_window(i: Any, j: Any, recent: int, chunked: bool) -> Any:
 
 def setting(config: Any, name: str) -> Any:
     """What a transformers config, or the dict of a config.json, has under a name; None where that is nothing."""
-    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+    return config.get(name, config.get(SAVED_AS.get(name))) if isinstance(config, dict) else getattr(config, name, None)
 
 
 def text_config(config: Any) -> Any:
@@ -439,11 +440,11 @@ class KVLayout:
             layers = tuple(_layer(entry, selection, _quantization(part, version, size)) for entry, part, size in parts)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
-        if len(layers) != (depth := setting(text, "num_hidden_layers")):
-            raise ValueError(f"kv_surgery describes {len(layers)} layers, the model has {depth}")
         layer_types = setting(text, "layer_types") or []
         if not isinstance(layer_types, list | tuple):
             raise ValueError(f"layer_types of config.json is not a list: {layer_types!r}")
+        if len(layers) != (depth := setting(text, "num_hidden_layers") or len(layer_types)):
+            raise ValueError(f"kv_surgery describes {len(layers)} layers, the model has {depth}")
         for index, layer in enumerate(layers):
             heads = layer_setting(text, index, "num_key_value_heads") or setting(text, "num_attention_heads")
             no_cache = index < len(layer_types) and layer_types[index] in (*STATES, *NEITHER)

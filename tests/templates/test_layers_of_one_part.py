@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import UnsupportedModel
+from kvsurgery.templates.kv_layout import KVLayout, has_states
 from tests.helpers.command import refused
 from tests.helpers.families import FAMILIES, largest, make, tokens
 from tests.helpers.reference import reference_logits
@@ -104,6 +105,16 @@ def test_layers_that_predict_further_tokens_are_copied(tmp_path):
     assert all(after[name].equal(weight) for name, weight in extra.items())
     expected = reference_logits(converted.stock, converted.full, SINK, RECENT, ids)
     assert largest(logits(converted.model, ids) - expected, expected) <= 1e-4
+
+
+def test_saved_again(mixed, tmp_path):
+    """transformers saves the kinds of layers under the family's own name, and not their number."""
+    model = mixed("nemotron_h").load()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert not {"layer_types", "num_hidden_layers"} & config.keys()
+    assert KVLayout.from_config(config) == KVLayout.from_config(model.config)
+    assert has_states(config)
 
 
 def test_without_attention_there_is_nothing_to_convert(tmp_path, monkeypatch):
