@@ -122,11 +122,27 @@ class Truncation:
         return torch.cat([places[:keep], places[keep:][keep - budget :]])
 
 
+def part_scores(prompt: list[int], question: int, part: int) -> torch.Tensor:
+    """How well each whole part of a prompt before its question matches the question, float32 [parts] (BM25, Robertson
+    et al. 1994); a word is a token.
+
+    Args:
+        question: where it begins.
+        part: tokens of a part.
+    """
+    import bm25s  # nothing else needs it
+
+    words = list(map(str, prompt))
+    retriever = bm25s.BM25()
+    retriever.index([words[start : start + part] for start in range(0, len(words), part)], show_progress=False)
+    return torch.from_numpy(retriever.get_scores(words[question:]))[: question // part]
+
+
 @dataclass(frozen=True)
 class BM25:
-    """The parts of the prompt that a retriever finds by the question's words, and its end (Robertson et al. 1994).
+    """The parts of the prompt that a retriever finds by the question's words, and its end.
 
-    A part has 128 tokens, a word is a token; as many parts as fit beside the first and last tokens.
+    A part has 128 tokens; as many parts as fit beside the first and last tokens.
     """
 
     settings: Reform
@@ -137,18 +153,13 @@ class BM25:
         return Choosing(model, text, new, self.choose)
 
     def choose(self, prompt: torch.Tensor, question: int) -> torch.Tensor:
-        import bm25s  # of all methods, this alone needs it
-
-        keep, words = self.settings.keep, list(map(str, prompt[0].tolist()))
-        budget = min(self.settings.recompute_budget, len(words))
-        starts = range(0, len(words), self.part)
-        retriever = bm25s.BM25()
-        retriever.index([words[start : start + self.part] for start in starts], show_progress=False)
-        scores = torch.from_numpy(retriever.get_scores(words[question:]))[: question // self.part]  # whole parts
-        is_chosen = torch.zeros(len(words), dtype=torch.bool)
-        is_chosen[:keep] = is_chosen[len(words) - keep :] = True
+        keep, length = self.settings.keep, prompt.shape[1]
+        budget = min(self.settings.recompute_budget, length)
+        scores = part_scores(prompt[0].tolist(), question, self.part)
+        is_chosen = torch.zeros(length, dtype=torch.bool)
+        is_chosen[:keep] = is_chosen[length - keep :] = True
         for index in scores.topk(min((budget - 2 * keep) // self.part, len(scores))).indices.tolist():
-            is_chosen[starts[index] :][: self.part] = True
+            is_chosen[index * self.part :][: self.part] = True
         unchosen = (~is_chosen).nonzero()[:, 0]
         is_chosen[unchosen[len(unchosen) - (budget - int(is_chosen.sum())) :]] = True  # the end takes what is left
         return is_chosen.nonzero()[:, 0].to(prompt.device)

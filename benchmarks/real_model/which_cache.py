@@ -78,6 +78,10 @@ class Contender:
         """An empty cache."""
         return DynamicCache(config=model.config)
 
+    def selected(self, text: np.ndarray, question: np.ndarray) -> np.ndarray:
+        """The part of a text [tokens] that it reads before a question [tokens]: all of it, whatever the question."""
+        return text
+
     def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
         """A cache that holds a text [1, tokens]."""
         return model(text, past_key_values=self.cache(model), logits_to_keep=1).past_key_values
