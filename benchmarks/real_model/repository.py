@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from benchmarks.peers.held import held_bytes
@@ -60,7 +60,7 @@ class Without(Contender):
 
     def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
         """An empty cache."""
-        return DynamicCache(config=model.config)
+        return self.cache(model)
 
 
 @dataclass(frozen=True)
