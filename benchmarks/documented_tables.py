@@ -80,7 +80,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         beyond_context.table: ("beyond-context", "lists"),
         beyond_cost.table: ("beyond-cost",),
         cache_report.asked_table: ("which-cache-at-end",),
-        cache_report.table: ("which-cache",),
+        cache_report.table: ("which-cache", "which-cache-qwen"),
         generated_answers.table: ("generated-answers",),
         layer_bits.table: ("layer-bits",),
         long_answers.table: ("long-answers", "long-text", "held-answers", "held-answers-bundled"),
