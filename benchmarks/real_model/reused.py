@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-# of the largest value: what sums of another order differ by after all layers
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+# what states that sums of another order have differ by after all layers, relative to the norm of all tokens
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 class ReusedOutputs:
@@ -48,10 +48,10 @@ class ReusedOutputs:
         self, path: Path, compute: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor
     ) -> torch.Tensor:
         probe = torch.randn(states.shape[-1], generator=torch.Generator().manual_seed(0)).to(states)
-        projection = states[0] @ probe
+        projection = (states[0] @ probe).float()
         if path.exists():
             saved = torch.load(path, mmap=True)
-            if (projection - saved["projection"]).abs().max() <= TOLERANCES[states.dtype] * projection.abs().max():
+            if (projection - saved["projection"]).norm() <= TOLERANCES[states.dtype] * projection.norm():
                 self.reused += 1
                 return saved["output"]
         output = compute(states)
