@@ -97,7 +97,6 @@ def all_rows(losses: Path | None, profile: Path) -> dict[str, Contender]:
         "ExpectedAttentionPress, 35%",
         "StreamingLLMPress, 20%",
         f"kvsurgery, budgets of 512 by {profile.stem}, 4 bits",
-        "kvsurgery, all heads full",
     ]
     return {name: by_name[name] for name in names}
 

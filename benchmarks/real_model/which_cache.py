@@ -8,8 +8,9 @@
 Every contender reads the same texts with facts in them. Then its cache is asked for each fact, which nobody knew of
 when it was compressed, and reads what follows: by how much does it move the next token? With --at-end, a cache also
 reads the text once for each fact, with the question at its end. Bytes are those of the storage of all tensors in the
-cache; a floating-point number counts two of them, as in a model in 16 bits. "kvsurgery, all heads full" keeps all, and
-shows what rounding alone moves. An interrupted run continues from its JSON file; `cache_report.py` shows it.
+cache; a floating-point number counts two of them, as in a model in 16 bits. In bfloat16, caches that are rotated read a
+text with other roundings, which move the next token too; with --reuse they begin with the original's MLP outputs. An
+interrupted run continues from its JSON file; `cache_report.py` shows it.
 """
 
 from __future__ import annotations
@@ -250,7 +251,6 @@ def contenders(losses_path: Path | None, profiles: list[Path]) -> list[Contender
         *(ours(sparsity, 4, losses, by_loss, window=(16, 64)) for sparsity in (0.75, 0.5)),
         ours(0.875, 4, losses, by_loss),
         *(ours(sparsity, 8, losses, by_loss) for sparsity in (0, 0.5)),
-        ours(0, None, losses, by_loss),
     ]
 
 
