@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from benchmarks.real_model import human_eval, programs
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.profile.head_profile import HeadProfile
+from tests.docs.pages import ROOT, figures
 from tests.helpers.families import stock
 from tests.helpers.losses import losses
 from tests.helpers.vocabularies import tokenizer
@@ -207,3 +208,12 @@ def test_the_table() -> None:
         "| 4 bits | 30% | 100.0% [100.0%, 100.0%] | +25.0 [+0.0, +75.0] | 0 | 1 | 75% |",
         "| 2 bits | 15% | 0.0% [0.0%, 0.0%] | -75.0 [-100.0, -25.0] | 3 | 0 | 25% |",
     ]
+
+
+def test_what_the_docs_say() -> None:
+    """Every row of the committed results has all tasks that its settings name."""
+    report = json.loads((ROOT / "benchmarks" / "results" / "human-eval.json").read_text())
+    assert report["settings"]["every"] == 2
+    tasks = {f"HumanEval/{number}" for number in range(0, 164, 2)}
+    assert all(result["tasks"].keys() == tasks for result in report["results"].values())
+    assert {str(len(tasks)), "164"} <= figures("docs/results/qwen.md", "HumanEval's 164 tasks")
