@@ -149,7 +149,7 @@ def attend_with_lse(
         As `attend`; and float32 [batch, kv_heads * group, tokens].
     """
     folded_query, mask = folded(query, keys, allowed)
-    scores = scoring.scores((folded_query @ keys.mT).float())
+    scores = scoring.scores(folded_query.float() @ keys.mT.float())  # 16 bits are too few for large products
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     lse = scores.logsumexp(-1, keepdim=True)

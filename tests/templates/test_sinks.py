@@ -90,3 +90,15 @@ def test_budgets_that_hold(checkpoint, tmp_path):
     with torch.no_grad():
         whole = converted.stock(ids).logits[:, -1]
     assert largest(whole - ends[0], whole) > 1e-3  # what was dropped matters
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_products_are_not_rounded_to_half_precision(dtype):
+    """Keys with a bias, as those of Qwen2.5, have products with queries that 16 bits hold coarsely or not at all."""
+    query, key, value, _ = states(2, 2, 5, 20)
+    query, key, value = ((part + bias).to(dtype) for part, bias in ((query, 0), (key, 3000), (value, 0)))
+    query[..., 0] = 400  # beyond float16's range, if it is not scaled before
+    found, _ = kv_softmax.attend_with_lse(query, key, value, None, Scoring(1e-3))
+    scores = query.double() @ key.double().repeat_interleave(2, 1).mT * 1e-3
+    expected = scores.softmax(-1) @ value.double().repeat_interleave(2, 1)
+    assert largest(found - expected, expected) < 0.02

@@ -31,8 +31,8 @@ from tests.vllm.serving import (
     reference_by_token,
 )
 
-# a state on the border of two codes may get either, as sums of another order differ in their last bits
-TOLERANCE = 3e-2
+# a state on the border of two codes may get either, as sums of another order, by processor, differ in their last bits
+TOLERANCE = 1e-1
 # the emitted model reads codes where it decodes; prompts within a tile are none
 SHORT = (5, 45, 100)
 NEW = 260
