@@ -39,3 +39,10 @@ def test_presses_lose_facts_that_are_asked_for_later(share: str) -> None:
     presses = [name for name in ROWS if name.endswith(f"Press, {share}")]
     assert {recall(name) for name in presses} <= figures(PAGE, "**Presses**")
     assert all(ROWS[name].scores.more.high < 0 for name in presses)
+
+
+def test_budgets() -> None:
+    budgets, press = "kvsurgery, budgets of 1024 by er, 4 bits", "SnapKVPress, 35%"
+    shown = {f"{ROWS[budgets].share:.0%}", recall(budgets), kl(budgets), kl(press)}
+    assert shown <= figures(PAGE, "**Budgets**")
+    assert recall(budgets) == recall(press)
