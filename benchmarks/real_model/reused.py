@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-# what states that sums of another order have differ by after all layers, relative to the norm of all tokens
+# how far states differ after all layers where sums have another order, relative to the norm over all tokens
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
