@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from benchmarks.synthetic import build, dimensions, emitted, empty_cache, fill, quantization
 from kvsurgery.bench.caches import cache_bytes
@@ -37,7 +37,7 @@ class Variant(NamedTuple):
 
     name: str
     bits: int  # 16: nothing is quantized
-    model: LlamaForCausalLM
+    model: PreTrainedModel
 
     def kv_bytes(self, batch: int, length: int, steps: int) -> int:
         """Bytes that its cache will have after so many steps."""

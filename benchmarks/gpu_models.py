@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.autograd import DeviceType
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from benchmarks.gpu_report import Report, free_memory, milliseconds, synchronize
 from benchmarks.synthetic import build, dimensions, emitted, empty_cache, fill
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
     """A model with one kind of cache."""
 
     name: str
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     bits: int = 16
     attention: str = "sdpa"  # of the stock model
 
@@ -107,7 +107,7 @@ def predicted_bytes(variant: Variant, cache, tokens: int, spare_tokens: int) -> 
 
 
 @contextmanager
-def eager_steps(model: LlamaForCausalLM) -> Generator[None]:
+def eager_steps(model: PreTrainedModel) -> Generator[None]:
     """Decode steps run without CUDA graphs."""
     UNFIT.add(model)
     try:

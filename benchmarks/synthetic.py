@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.filling import append
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from tests.helpers.emitted import emitted_class
 
-EmittedLlama = emitted_class("llama")
+emitted_class_of = cache(emitted_class)
+EmittedLlama = emitted_class_of("llama")
 assert issubclass(EmittedLlama, LlamaForCausalLM)
 
 SINK, RECENT = 64, 256
@@ -64,10 +66,10 @@ def build(shape: str, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
         return LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
-def dimensions(config: LlamaConfig) -> tuple[int, int]:
+def dimensions(config: PreTrainedConfig) -> tuple[int, int]:
     """KV heads of a layer and their size, either of which a config may leave to its other numbers."""
     heads = config.num_attention_heads
-    return config.num_key_value_heads or heads, config.head_dim or config.hidden_size // heads
+    return config.num_key_value_heads or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def quantization(bits: int) -> Quantization | None:
@@ -81,19 +83,19 @@ def section(layers: int, heads: int, full_heads: int, head_dim: int) -> dict:
     return {"version": 1, "head_dim": head_dim, "layers": [layer] * layers}
 
 
-def emitted(stock: LlamaForCausalLM, full_heads: int) -> LlamaForCausalLM:
+def emitted(stock: PreTrainedModel, full_heads: int) -> PreTrainedModel:
     """The emitted model with the very parameters of a stock one; what heads they belong to is all the same here."""
     config = copy.deepcopy(stock.config)
     heads, head_dim = dimensions(config)
     config.kv_surgery = section(config.num_hidden_layers, heads, full_heads, head_dim)
     with torch.device("meta"):
-        model = EmittedLlama._from_config(config, dtype=stock.dtype)
+        model = emitted_class_of(config.model_type)._from_config(config, dtype=stock.dtype)
     model.load_state_dict(stock.state_dict(), assign=True)
     model.model.rotary_emb = stock.model.rotary_emb  # its buffers are in no state dict
     return model.eval()
 
 
-def empty_cache(model: LlamaForCausalLM, capacity: int, bits: int = 16) -> DynamicCache | KVSurgeryCache:
+def empty_cache(model: PreTrainedModel, capacity: int, bits: int = 16) -> DynamicCache | KVSurgeryCache:
     """The cache that a model runs with; an emitted model's has room for `capacity` tokens."""
     if isinstance(model, EmittedLlama):
         return KVSurgeryCache(model.config, capacity, quantization(bits))
@@ -102,7 +104,12 @@ def empty_cache(model: LlamaForCausalLM, capacity: int, bits: int = 16) -> Dynam
 
 @torch.inference_mode()
 def fill(
-    cache: DynamicCache | KVSurgeryCache, config: LlamaConfig, batch: int, tokens: int, dtype: torch.dtype, device: str
+    cache: DynamicCache | KVSurgeryCache,
+    config: PreTrainedConfig,
+    batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> None:
     """Append random states to an empty cache, as a forward of `tokens` would; every cache of a shape gets the same."""
     if isinstance(cache, KVSurgeryCache):

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from benchmarks.provenance import record_versions
@@ -177,13 +177,12 @@ def loaded(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = stock(folder, dtype=getattr(torch, dtype), device=device)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    assert isinstance(model, LlamaForCausalLM)
     return tokenizer, emitted(model, dimensions(model.config)[0]), replace(SETTINGS, heads=heads)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock Llama checkpoint with a tokenizer")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
     parser.add_argument("--profile", type=Path, required=True, help="its embedding heads")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that facts are hidden in")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
