@@ -40,6 +40,11 @@ def similarity(embeddings: torch.Tensor, question: torch.Tensor) -> torch.Tensor
     return torch.cat([(block.to(question_matrix.device).float() @ question_matrix).amax(-1) for block in blocks])
 
 
+def mixed(scores: torch.Tensor, token_scores: torch.Tensor) -> torch.Tensor:
+    """Similarities mixed half and half with a retriever's scores, each brought to [0, 1], float32 [tokens]."""
+    return torch.lerp(_unit_scaled(scores), _unit_scaled(token_scores.to(scores)), TOKEN_WEIGHT)
+
+
 def gather(scores: torch.Tensor, question: int, reform: Reform) -> torch.Tensor:
     """Places of a prompt that are kept, int64 [recompute_budget], ascending; of equal ones, the earlier.
 
@@ -215,7 +220,7 @@ class LongPrompts:
         embeddings = encoder.read(advance, **{name: row[None]})
         scores = similarity(embeddings, embeddings[question:].to(row.device))
         if external_scores is not None:
-            scores = torch.lerp(_unit_scaled(scores), _unit_scaled(external_scores.to(scores)), TOKEN_WEIGHT)
+            scores = mixed(scores, external_scores)
         return gather(scores, question, reform)
 
 

@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from benchmarks.provenance import record_versions
 from benchmarks.real_model.models import stock
+from benchmarks.real_model.paraphrases import paraphrased_prompts
 from benchmarks.real_model.trials import Prompt, chained_prompts, listing_prompts, prompts
 from benchmarks.recurrent_methods import (
     BM25,
@@ -36,6 +37,7 @@ from benchmarks.recurrent_methods import (
     InfiniPot,
     InfLLM,
     Method,
+    Mixed,
     Reading,
     Recurrent,
     Truncation,
@@ -55,14 +57,19 @@ LENGTHS = (4000, 8000, 16000, 32000, 64000)
 SETTINGS = Reform((), chunk=512, encode_budget=1024, window=64, keep=64, pool=33, recompute_budget=1024)
 FACTS = 4  # of a text
 ROOM, LIST = 128, 48  # tokens, for a question and its answer, and for an answer that lists words
-ASKED = {"single": prompts, "two-hops": chained_prompts, "list": listing_prompts}
+ASKED = {
+    "single": prompts,
+    "two-hops": chained_prompts,
+    "list": listing_prompts,
+    "other-words": paraphrased_prompts,
+}
 DTYPES = ("bfloat16", "float32")
 CATALYST = "\n\nThe secret word of the"  # how all questions begin
 
 
 def choosing(settings: Reform) -> list[Method]:
     """Methods that answer with a cache of tokens that are chosen when a question is asked."""
-    return [Full(), Gathered(settings), BM25(settings), Truncation(settings)]
+    return [Full(), Gathered(settings), BM25(settings), Mixed(settings), Truncation(settings)]
 
 
 def recurrent(settings: Reform, catalyst: list[int]) -> list[Method]:
@@ -155,6 +162,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
             for length, samples in report["results"].items()
             if (method_samples := [sample for sample in samples if method.name in sample])
         }
+        if not recall_by_length:
+            continue
         means = [recall.mean for recall in recall_by_length.values()]
         bars = np.array(
             [[recall.mean - recall.low, recall.high - recall.mean] for recall in recall_by_length.values()]
@@ -187,7 +196,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that facts are hidden in")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
     parser.add_argument(
-        "--questions", choices=ASKED, default="single", help="about a fact each, two facts together, or all of a text"
+        "--questions",
+        choices=ASKED,
+        default="single",
+        help="about a fact each, two facts, all of a text, or a fact in other words",
     )
     parser.add_argument("--texts", type=int, default=25, help="texts of each length")
     parser.add_argument("--recurrent-texts", type=int, default=5, help="of which all methods read so many")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from dataclasses import asdict, replace
@@ -10,11 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from benchmarks import recurrent
-from benchmarks.recurrent_methods import BM25, Gathered, InfiniPot, InfLLM, Method, Recurrent, Session, Truncation
+from benchmarks.recurrent_methods import (
+    BM25,
+    Gathered,
+    InfiniPot,
+    InfLLM,
+    Method,
+    Mixed,
+    Recurrent,
+    Session,
+    Truncation,
+    part_scores,
+)
 from benchmarks.recurrent_report import ABOVE, H2O, OURS, RANDOM, WORST, verdicts
 from kvsurgery.templates.kv_reform import Reform
+from tests.helpers.emitted import emitted_class
 
 HEADS = ((0, "k", 2), (1, "v", 1), (1, "q", 6))
 SMALL = replace(recurrent.SETTINGS, heads=HEADS, chunk=64, encode_budget=48, recompute_budget=160, window=8)
@@ -24,7 +39,7 @@ RECURRENT = {
     "InfiniPot": lambda settings: Recurrent(settings, "", partial(InfiniPot, catalyst=[recurrent.task.RECALL])),
     "InfLLM": lambda settings: Recurrent(settings, "", InfLLM),
 }
-CHOOSING = {"truncation": Truncation, "BM25": BM25, "REFORM": Gathered}
+CHOOSING = {"truncation": Truncation, "BM25": BM25, "REFORM": Gathered, "REFORM with BM25": Mixed}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +54,7 @@ def asked(method: Method, prompt: torch.Tensor) -> tuple[Session, torch.Tensor]:
 
 
 def made(name: str, settings: Reform) -> Method:
-    if name == "BM25":
+    if "BM25" in name:
         pytest.importorskip("bm25s")
     return (RECURRENT | CHOOSING)[name](settings)
 
@@ -84,14 +99,37 @@ def test_the_retriever_finds_the_fact() -> None:
     assert found >= 6  # some facts lie across two parts
 
 
-def test_reform_is_what_generate_of_a_converted_checkpoint_does(
-    prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def converted() -> PreTrainedModel:
+    """The model of `recurrent.recall_model` as a checkpoint with REFORM has it."""
     model = recurrent.recall_model()
-    monkeypatch.setitem(model.config.kv_surgery, "reform", asdict(SMALL))
-    output = model.generate(prompts, max_new_tokens=recurrent.NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
-    for prompt, row in zip(prompts, output, strict=True):
-        assert recurrent.answer(Gathered(SMALL), prompt[None]) == row[prompts.shape[1] :].tolist()
+    config = copy.deepcopy(model.config)
+    config.kv_surgery["reform"] = asdict(SMALL)
+    gathering = emitted_class("llama", reform=True)(config).eval()
+    gathering.load_state_dict(model.state_dict())
+    return gathering
+
+
+def test_reform_is_what_generate_of_a_converted_checkpoint_does(
+    prompts: torch.Tensor, converted: PreTrainedModel
+) -> None:
+    greedy = {"max_new_tokens": recurrent.NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for prompt in prompts[:, None]:
+        [output], [places] = converted.generate(prompt, **greedy, return_gathered=True)
+        assert asked(Gathered(SMALL), prompt)[1].equal(prompt[:, places])
+        assert recurrent.answer(Gathered(SMALL), prompt) == output[prompt.shape[1] :].tolist()
+
+
+def test_a_retriever_is_mixed_in_as_by_generate(prompts: torch.Tensor, converted: PreTrainedModel) -> None:
+    pytest.importorskip("bm25s")
+    question = prompts.shape[1] - SMALL.query_length
+    for prompt in prompts[:, None]:
+        scores = part_scores(prompt[0].tolist(), question, 128).repeat_interleave(128)
+        scores = pad(scores, (0, prompt.shape[1] - len(scores)))[None]
+        options = {"max_new_tokens": 1, "pad_token_id": 0, "return_gathered": True}
+        _, [places] = converted.generate(prompt, **options, token_scores=scores)
+        assert asked(Mixed(SMALL), prompt)[1].equal(prompt[:, places])
+        assert not asked(Gathered(SMALL), prompt)[1].equal(prompt[:, places])
 
 
 def rows(length: int, **changes: dict) -> list[dict]:
