@@ -65,7 +65,7 @@ test-fast: .venv/ready
 
 # what a checkpoint's users have may be older: how models of other versions of transformers call the emitted code, and on
 # the oldest all else that loads models or asks the Hub, but for what torch alone decides, which is the same with each
-CALLED = emit conversion/test_logits.py $(patsubst %,templates/test_%.py,adapters doors exactness gather generation images sinks states)
+CALLED = emit conversion/test_logits.py $(patsubst %,templates/test_%.py,adapters doors exactness gather generation image_blocks images sinks states)
 COMMANDS = bench compute compute_families convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream
 REST = distributed/test_tensor_parallel.py bench evaluate/test_decoding.py test_hub.py $(COMMANDS:%=cli/test_%.py)
 REST += $(patsubst %,templates/test_%.py,budgeted chunked_attention encode hold kv_cache quantized)

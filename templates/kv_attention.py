@@ -24,7 +24,6 @@ from transformers.modeling_utils import AttentionInterface
 from . import kv_softmax, kv_torch
 from .kv_cache import HandingLayer, Handle, KVLayerCache
 from .kv_columns import check_padding, leading_padding
-from .kv_inputs import NOT_CAUSAL
 from .kv_kind import Forward, by_heads, shares, split_heads
 from .kv_layout import LayerLayout
 from .kv_softmax import AttentionPath, Read, Scoring, Skipped, Span, Window
@@ -89,25 +88,29 @@ def padding_mask(
     """Reduce a 2D padding mask [batch, tokens] to the left padding of each row, int64 [batch, 1, 1, 1], or None.
 
     It has four dimensions, since stock code may cut queries to those that it goes on with. None is no padding at all.
-
     Only forwards without a cache use it: a `KVSurgeryCache` keeps the padding itself. There, right padding is harmless,
-    since no token sees a later one. Transformers 4 passes `cache_position`, later versions `q_length` and `device`.
+    since no token sees it. Transformers 4 passes `cache_position`, later versions `q_length` and `device`.
+
+    Where tokens see later ones, it is what `kv_blocks.later_tokens` returns, int32 [batch, 1, tokens, 2].
 
     Raises:
-        ValueError: the mask has holes, or the model lets tokens see later ones.
+        ValueError: the mask has holes, or tokens see later ones of which some are not in the input.
     """
     tokens = q_length if cache_position is None else cache_position.shape[0]
     if tokens == 1:
         return None
+    padding = None
+    if attention_mask is not None and tokens == kv_length and check_padding(attention_mask)[0]:
+        padding = leading_padding(attention_mask)[:, None, None, None]
     if not allow_is_causal_skip:  # the model wants another mask than the causal one
-        columns = torch.arange(kv_length - tokens, kv_length - 1, device=device)
+        columns = torch.arange(max(kv_length - tokens - 1, 0), kv_length - 1, device=device)
         rows = torch.arange(batch_size, device=device)[:, None]
-        if mask_function(rows, columns.new_zeros(()), columns, columns + 1).any():
-            raise ValueError(NOT_CAUSAL)
-    if attention_mask is None or tokens != kv_length:  # what follows something has a cache
-        return None
-    padded_left, _ = check_padding(attention_mask)
-    return leading_padding(attention_mask)[:, None, None, None] if padded_left else None
+        sees_next = mask_function(rows, columns.new_zeros(()), columns, columns + 1)
+        if sees_next.any():
+            from . import kv_blocks  # only models that need it have it
+
+            return kv_blocks.later_tokens(sees_next, tokens, padding, RUNNING.get()[-1].starts)
+    return padding
 
 
 @torch.compiler.disable  # traced, a cache's heads and lengths would be compiled anew for each layer and prompt
@@ -129,8 +132,8 @@ def attention(
         query: [batch, query_heads, tokens, head_dim], after RoPE; the query heads of a KV head are adjacent.
         key, value: what `KVSurgeryCache.update` returned; without a cache [batch, kv_heads, tokens, head_dim]. A layer
             that shares an earlier layer's cache gets what that one got, and may ask at the last columns only.
-        attention_mask: left padding of each row, int64 [batch, 1, 1, 1], or where the texts of rows begin, as from
-            `text_starts`; read without a cache only.
+        attention_mask: as from `padding_mask`, or where the texts of rows begin, as from `text_starts`. With a cache
+            it is read only where tokens see later ones.
         scaling: factor of the scores; default head_dim ** -0.5.
         softcap: bound c of scores, c * tanh(score / c) (Gemma 2).
         kwargs: of these only `s_aux` is read, a learned sink of each query head, [query_heads] (gpt-oss), and
@@ -165,7 +168,7 @@ def attention(
         layout = layer.layout
     elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not _shares(module)):
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
-    elif attention_mask is not None and (attention_mask.dtype != torch.int64 or attention_mask.shape[1:3] != (1, 1)):
+    elif attention_mask is not None and attention_mask.dtype not in (torch.int32, torch.int64):
         raise TypeError("attention masks must be two-dimensional padding masks")
     local_layout = own_layout(layout, key.shape[1], module)
     if layer is not None and local_layout is not layout:
@@ -173,6 +176,11 @@ def attention(
     scoring = Scoring.of(query, scaling, softcap, dropout)
     needs_grad = torch.is_grad_enabled() and _needs_grad(layer, query, key, value, s_aux)
     path = kv_torch if needs_grad or local_layout.chunked else _path(query, dropout)  # kernels know no chunks
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        from . import kv_blocks
+
+        path = kv_blocks.Blocks(attention_mask, layer)
+        attention_mask = path.padding
     if layer is not None and not isinstance(layer, KVLayerCache):  # it reads a long prompt
         output = layer.attend(query, key, value, path, scoring)
         return output.transpose(1, 2).contiguous(), None

@@ -13,10 +13,6 @@ from .kv_layout import has_states
 UNKNOWN = "output_attentions", "head_mask", "position_bias", "sliding_window"
 # by which flash attention, and the convolutions of linear attention, tell the texts of a row apart
 TEXTS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"
-NOT_CAUSAL = (
-    "some tokens would see later ones, as tokens of an image see each other in both directions in some models, which "
-    "this checkpoint's cache cannot do; pass text or audio and no is_causal, or load it without trust_remote_code"
-)
 
 
 def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
@@ -73,7 +69,10 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
         return None
     parts = (part for layer in decoder.get_submodule("layers").children() for part in layer.children())
     if arguments.get("is_causal") is False or not all(getattr(part, "is_causal", True) for part in (config, *parts)):
-        raise ValueError(NOT_CAUSAL)
+        raise ValueError(
+            "some tokens would see later ones, which this checkpoint's cache cannot do; pass no is_causal, or load it "
+            "without trust_remote_code"
+        )
     starts = _starts(arguments.get("position_ids"), mask, tokens)
     _check_lengths(arguments, starts, rows)
     if not starts.any():
@@ -97,9 +96,11 @@ def padding_of(mask: Any, tokens: int) -> Any:
     if not isinstance(mask, dict):
         return mask
     pads = [part for part in mask.values() if part is not None]
-    if not all(torch.is_tensor(part) and part.dtype == torch.int64 and part.shape[1:] == (1, 1, 1) for part in pads):
+    if not all(
+        torch.is_tensor(part) and part.dtype in (torch.int32, torch.int64) and part.shape[-1] <= 2 for part in pads
+    ):
         return mask
-    return (torch.arange(tokens, device=pads[0].device) >= pads[0][:, 0, 0]).long() if pads else None
+    return (torch.arange(tokens, device=pads[0].device) >= pads[0][:, 0, 0, :1]).long() if pads else None
 
 
 def _check_columns(cache_position: torch.Tensor | None, cache: Any, tokens: int) -> None:

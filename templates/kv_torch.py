@@ -8,18 +8,7 @@ import torch.nn.functional as F
 from . import kv_softmax
 from .kv_cache import KVLayerCache
 from .kv_kind import shares
-from .kv_softmax import (
-    Scoring,
-    Span,
-    Window,
-    blocks,
-    by_column,
-    by_position,
-    causal,
-    masked_blocks,
-    query_blocks,
-    streaming,
-)
+from .kv_softmax import Scoring, Span, Window, blocks, by_column, by_position, causal, masked_blocks, query_blocks
 
 KERNELS = False  # whether budgeted heads select and move tokens by kernels
 
@@ -101,7 +90,7 @@ def attend(
     """
     assert span.limit is None  # which only `attend_with_lse` has
     if window is not None:
-        return streaming(query, keys, values, span, scoring, window)
+        return kv_softmax.streaming(query, keys, values, span, scoring, window)
     if span.first is None:
         return blocks(query, keys, values, span.past, by_position(span.padding), scoring)
     return causal(query, keys, values, span.padding, scoring)

@@ -59,6 +59,7 @@ class Modeling(Table):
         weights: emitted classes whose weights transformers 5 converts at load, and the stock class or `model_type`
             whose conversion applies to them.
         image_inputs: arguments of `generate` that become embeddings in the prompt.
+        image_types: the argument of `forward` that says which tokens are an image's, if these may see later ones.
         oldest: the first major version of transformers that runs the emitted code, if it is not 4.
     """
 
@@ -68,6 +69,7 @@ class Modeling(Table):
     base_model_prefix: str | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
     image_inputs: tuple[str, ...] = ()
+    image_types: str | None = None
     oldest: int | None = None
 
 

@@ -104,8 +104,8 @@ def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
     model = vllm_config.model_config
     if has_bidirectional_images(model.hf_config) and not model.multimodal_config.language_model_only:
         raise ServingError(
-            "tokens of an image see each other in both directions in this model, and the KV cache of a converted "
-            f"checkpoint cannot do that; serve text with --language-model-only, {ORIGINAL}"
+            "tokens of an image see each other in both directions in this model, which the plugin does not support; "
+            f"serve text with --language-model-only, {ORIGINAL}"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":

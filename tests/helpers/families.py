@@ -444,6 +444,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**TOWER, "model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False},
             "mm_tokens_per_image": 16,
             "tie_word_embeddings": True,
+            "text_config": {"sliding_window": 20},  # longer than an image, as published
         },
     ),
     "llama4-images": ("llama4", {"model_type": "llama4", "vision_config": LLAMA_4_TOWER}),
@@ -461,6 +462,8 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 WITH_IMAGES["gemma4-shared-images"] = ("gemma4-shared", WITH_IMAGES["gemma4-images"][1])
+BOTH_WAYS = {"text_config": {"use_bidirectional_attention": "vision"}}
+WITH_IMAGES["gemma4-vision-images"] = ("gemma4", {**WITH_IMAGES["gemma4-images"][1], **BOTH_WAYS})
 WITH_IMAGES = {
     name: (text, beside)
     for name, (text, beside) in WITH_IMAGES.items()
@@ -523,15 +526,17 @@ def rounding(name: str) -> float:
 def config_of(name: str, **overrides: Any) -> Any:
     """The config of a tiny model; `overrides` are of its text model."""
     text, beside = WITH_IMAGES.get(name, (name, None))
-    settings = {**SMALL, **(FAMILIES | INSIDE)[text], **overrides}
     if beside is None:
+        settings = {**SMALL, **FAMILIES[text], **overrides}
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    settings = {**SMALL, **(FAMILIES | INSIDE)[text], **beside.get("text_config", {}), **overrides}
     vision = beside["vision_config"].items()
     vision = {key: settings["hidden_size"] if value is None else value for key, value in vision}
     tied = overrides.get("tie_word_embeddings", beside.get("tie_word_embeddings", False))
     settings["tie_word_embeddings"] = tied
     beside = {"model_type": "llava", **beside, "vision_config": vision, "tie_word_embeddings": tied}
-    return AutoConfig.for_model(beside.pop("model_type"), text_config=settings, image_token_index=IMAGE, **beside)
+    beside["text_config"] = settings
+    return AutoConfig.for_model(beside.pop("model_type"), image_token_index=IMAGE, **beside)
 
 
 def stock(name: str, seed: int = 0, **overrides: Any) -> torch.nn.Module:

@@ -26,6 +26,15 @@ def visible(tokens: int, padding: int, sink: int | None, recent: int, chunked: b
     return result
 
 
+def later_in_image(types: torch.Tensor) -> torch.Tensor:
+    """bool [tokens, tokens]: which later column j a query at column i sees: types [tokens] are 1 from i to j."""
+    result = torch.zeros(len(types), len(types), dtype=torch.bool)
+    for i in range(len(types)):
+        for j in range(i + 1, len(types)):
+            result[i, j] = types[i : j + 1].eq(1).all()
+    return result
+
+
 def softmax(scores: torch.Tensor, s_aux: torch.Tensor | None) -> torch.Tensor:
     """Weights of scores [batch, query_heads, tokens, keys]; a learned sink is one more column, without a value."""
     if s_aux is None:
@@ -49,11 +58,11 @@ def dense_attention(
     group = query.shape[1] // key.shape[1]
     tokens = query.shape[2]
     mask = torch.ones(len(query), tokens) if attention_mask is None else attention_mask[:, 0, 0]
-    full, sink, recent = module.reference
+    full, sink, recent, types = module.reference
     kinds = getattr(module.config, "layer_types", None) or ()
     chunked = kinds[module.layer_idx : module.layer_idx + 1] == ["chunked_attention"]
     rows = []
-    for row in mask.bool().tolist():
+    for index, row in enumerate(mask.bool().tolist()):
         padding = row.index(True) if True in row else tokens
         heads = []
         for is_full in full:
@@ -63,6 +72,8 @@ def dense_attention(
                 heads.append(visible(tokens, padding, 0, sliding_window))
             else:
                 heads.append(visible(tokens, padding, None if is_full else sink, recent))
+        if types is not None:
+            heads = [head | later_in_image(types[index]) for head in heads]
         rows.append(torch.stack(heads).repeat_interleave(group, 0))
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = (query.double() @ key.double().transpose(-1, -2)) * scaling
@@ -90,15 +101,20 @@ def reference_logits(
 ) -> torch.Tensor:
     """Logits of a stock model whose KV head h of layer l keeps everything if full[l][h] and streams otherwise.
 
-    Layers with a sliding window of their own keep it.
+    Layers with a sliding window of their own keep it. Tokens of an image see later ones of it too: in all layers if the
+    model takes `token_type_ids`, and in sliding ones if its config says so.
     """
     decoder = model.get_decoder()
     decoder = getattr(decoder, "model", decoder)  # of Llama 4, it has the output layer
+    types = {"full_attention": images.get("token_type_ids"), "sliding_attention": images.get("token_type_ids")}
+    if getattr(decoder.config, "use_bidirectional_attention", None) == "vision":
+        types["sliding_attention"] = images["mm_token_type_ids"]
+    kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
     before = decoder.config._attn_implementation
     decoder.config._attn_implementation = NAME
-    for layer, heads in zip(decoder.layers, full, strict=True):
+    for layer, heads, kind in zip(decoder.layers, full, kinds, strict=True):
         if heads:
-            attention_of(layer).reference = (heads, sink, recent)
+            attention_of(layer).reference = (heads, sink, recent, types.get(kind))
     try:
         with torch.no_grad():
             return model(tokens, attention_mask=mask, use_cache=False, **images).logits

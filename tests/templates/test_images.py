@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModel, AutoModelForCausalLM
 
 from kvsurgery.checkpoint.family import load_family
 from tests.helpers.families import IMAGE, REFORM, START, WITH_IMAGES, largest, tokens, with_published_experts
@@ -60,6 +60,8 @@ def prompt(family, rows=3, tail=8):
             "image_position_ids": places.expand(rows, -1, -1),
             "mm_token_type_ids": (ids == IMAGE).int(),
         }
+    if family.startswith("gemma3"):
+        images = {"pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), **(images or {"pixel_values": pixels})}
 
 
@@ -144,8 +146,9 @@ def test_the_cache_is_this_checkpoints_and_goes_on_in_a_second_turn(mixed, famil
     assert layer.nbytes == slots * 2 * layer.keys.shape[-1] * 4
     ids = torch.cat([first.sequences, tokens(1, 7, vocabulary=IMAGE)], 1)
     images = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-    if "mm_token_type_ids" in images:
-        images["mm_token_type_ids"] = (ids == IMAGE).int()
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in images:
+            images[name] = (ids == IMAGE).int()
     assert model.generate(ids, **GREEDY, past_key_values=cache).equal(model.generate(ids, **images, **GREEDY))
 
 
@@ -201,32 +204,6 @@ def test_names_as_transformers_holds_them_in_memory(checkpoint, mixed, family, t
     converted = convert_folder(tmp_path / "source", tmp_path / "out")
     inputs = prompt(family)
     assert converted.model.generate(**inputs, **GREEDY).equal(mixed(family).model.generate(**inputs, **GREEDY))
-
-
-@pytest.mark.parametrize("auto", [AutoModelForImageTextToText, AutoModel])
-def test_images_of_gemma_3_are_refused_where_their_tokens_see_later_ones(mixed, auto):
-    """Its processor says which tokens are an image's; of prompts of text, it says that none is."""
-    inputs = prompt("gemma3-images")
-    kinds = (inputs["input_ids"] == IMAGE).long()
-    model, stock = mixed("gemma3-images").load(auto), mixed("gemma3-images").stock
-    with torch.no_grad():
-        one_way, both_ways = (stock(**inputs, **options).logits for options in ({}, {"token_type_ids": kinds}))
-    assert not torch.allclose(one_way, both_ways)
-    with pytest.raises(ValueError, match="tokens of an image see each other in both directions"):
-        model(**inputs, token_type_ids=kinds)
-    ids = tokens(2, 40, vocabulary=IMAGE)
-    states = [model(ids, **options)[0] for options in ({}, {"token_type_ids": torch.zeros_like(ids)})]
-    assert states[0].equal(states[1])
-
-
-def test_generation_refuses_images_of_gemma_3_and_reads_text(mixed, all_full):
-    inputs, ids = prompt("gemma3-images"), tokens(2, 40, vocabulary=IMAGE)
-    options = {**GREEDY, "token_type_ids": (inputs["input_ids"] == IMAGE).long()}
-    with pytest.raises(ValueError, match="tokens of an image see each other in both directions"):
-        mixed("gemma3-images").model.generate(**inputs, **options)
-    options["token_type_ids"] = torch.zeros_like(ids)
-    converted = all_full("gemma3-images")
-    assert converted.model.generate(ids, **options).equal(converted.stock.generate(ids, **options))
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl-images", "qwen2_5_vl-images"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.checkpoint.source import Checkpoint
@@ -20,13 +20,12 @@ from kvsurgery.recipe import Demand, Recipe
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.helpers.command import done
 from tests.helpers.deciding import decided, fitted
-from tests.helpers.families import IMAGE, LAYER_HEADS, largest, make, tokens
+from tests.helpers.families import LAYER_HEADS, largest, tokens
 from tests.helpers.measured_models import measured_model
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder, random_profile
 from tests.templates.test_exactness import LENGTH, chunked, left_padded
 from tests.templates.test_generation import GREEDY
-from tests.templates.test_images import prompt
 
 pytestmark = pytest.mark.skipif(not LAYER_HEADS, reason="no such family in this version of transformers")
 families = pytest.mark.parametrize("family", LAYER_HEADS)
@@ -219,31 +218,6 @@ def test_only_layers_with_full_attention_lack_values(checkpoint, tmp_path):
     (tmp_path / "source" / "config.json").write_text((source / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.v_proj\.weight is missing"):
         convert_folder(tmp_path / "source", tmp_path / "out")
-
-
-@pytest.fixture(scope="module")
-def in_both_directions(tmp_path_factory):
-    """A converted model whose image tokens see each other in both directions, as the larger published ones do."""
-    source = tmp_path_factory.mktemp("source")
-    make("gemma4-images", source, use_bidirectional_attention="vision")
-    return convert_folder(source, tmp_path_factory.mktemp("out") / "converted", sparsity=0.0)
-
-
-@pytest.mark.parametrize("auto", [AutoModelForImageTextToText, AutoModel])
-def test_images_are_refused_where_their_tokens_see_later_ones(in_both_directions, auto):
-    inputs = prompt("gemma4-images")
-    with pytest.raises(ValueError, match="tokens of an image see each other in both directions"):
-        in_both_directions.load(auto)(**inputs)
-
-
-def test_text_of_such_a_model_is_read_as_the_original_does(in_both_directions):
-    ids = tokens(2, 40, vocabulary=IMAGE)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
-    assert in_both_directions.model.generate(**inputs, **GREEDY).equal(
-        in_both_directions.stock.generate(**inputs, **GREEDY)
-    )
-    with pytest.raises(ValueError, match="tokens of an image"):
-        in_both_directions.model.generate(**prompt("gemma4-images"), **GREEDY)
 
 
 @families
