@@ -94,10 +94,10 @@ def padding_mask(
     Where tokens see later ones, it is what `kv_blocks.later_tokens` returns, int32 [batch, 1, tokens, 2].
 
     Raises:
-        ValueError: the mask has holes, or tokens see later ones of which some are not in the input.
+        ValueError: the mask has holes, or tokens in a cache should have seen those of the input.
     """
     tokens = q_length if cache_position is None else cache_position.shape[0]
-    if tokens == 1:
+    if tokens == 1 and allow_is_causal_skip:
         return None
     padding = None
     if attention_mask is not None and tokens == kv_length and check_padding(attention_mask)[0]:

@@ -76,9 +76,8 @@ class Blocks:
         """A block of queries at a time, the keys and values that some of them see, and their mask."""
         tokens, device = query.shape[2], query.device
         padding = span.padding[:, None] if torch.is_tensor(span.padding) else span.padding
-        new_positions = (
-            torch.arange(span.past, span.past + tokens, device=device)[None] - padding
-        )  # [1 or batch, tokens]
+        columns = torch.arange(span.past, span.past + tokens, device=device)
+        new_positions = columns[None] - padding  # [1 or batch, tokens], of queries
         if window is not None and window.sinks is not None and window.before is not None:
             states = zip(window.sinks, window.before, (keys, values), strict=True)
             keys, values = (torch.cat(parts, 2) for parts in states)
