@@ -32,7 +32,8 @@ from .kv_softmax import Scoring
 from .kv_storage import HeadTable
 
 # of the kernel, where there are tiles: the function that reads them, and its options
-PACKED_OPTIONS = "OVER_TILES", "PACKED_N", "K_BITS", "V_BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"
+PACKED_OPTIONS = "OVER_TILES", "PACKED_M", "PACKED_N", "STRIPS", "K_BITS", "V_BITS", "KEY_ROWS", "GROUPS", "COLUMNS"
+PACKED_OPTIONS += "K_PARTS", "V_PARTS", "KW", "VW"
 # arguments whose values no kernel is compiled for
 SIZES = "skipped_batch", "skipped_head", "packed_batch", "packed_head", "rows", "heads"
 # measured on an H100: more programs or more units under way have more to finish when the last bytes have arrived
@@ -202,12 +203,16 @@ def _decode_kernel(
     LANES: tl.constexpr,
     SEGMENTS: tl.constexpr,
     OVER_TILES: tl.constexpr,
+    PACKED_M: tl.constexpr,
     PACKED_N: tl.constexpr,
+    STRIPS: tl.constexpr,
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
-    SIDES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    V_PARTS: tl.constexpr,
     KW: tl.constexpr,
     VW: tl.constexpr,
     CAP: tl.constexpr,
@@ -274,39 +279,43 @@ def _decode_kernel(
             end = begin + stored // PACKED_N
             tile = (row // heads * tiles + tl.maximum(tl.load(first_ptr + head), 0)).to(tl.int64)
             KEY_SCALES: tl.constexpr = KEY_ROWS * D if KEY_ROWS > 0 else TILE_TOKENS * GROUPS
-            OVER_TILES(
-                q_ptr=q_ptr + batch * q_batch + head * G * q_head,
-                k_codes=k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 16),
-                k_scales=k_scales_ptr + tile * (2 * KEY_SCALES),
-                v_codes=v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 16),
-                v_scales=v_scales_ptr + tile * (2 * TILE_TOKENS * GROUPS),
-                partial_ptr=partial_ptr,
-                lse_ptr=lse_ptr,
-                part=(pid + row).to(tl.int64) * G + m,
-                q_head=q_head,
-                begin=unit - begin,
-                end=tl.minimum(end, packed_stop) - begin,
-                scale=scale,
-                cap=cap,
-                packed=packed,
-                newest=newest,
-                recent=recent,
-                count=count,
-                G=G,
-                D=D,
-                M=M,
-                N=PACKED_N,
-                K_BITS=K_BITS,
-                V_BITS=V_BITS,
-                KEY_ROWS=KEY_ROWS,
-                GROUPS=GROUPS,
-                SIDES=SIDES,
-                KW=KW,
-                VW=VW,
-                CAP=CAP,
-                ASM=ASM,
-                RING=count_ptr is not None,
-            )
+            for query in tl.static_range(0, G, PACKED_M):
+                OVER_TILES(
+                    q_ptr=q_ptr + batch * q_batch + (head * G + query) * q_head,
+                    k_codes=k_codes_ptr + tile * (TILE_TOKENS * D * K_BITS // 16),
+                    k_scales=k_scales_ptr + tile * (2 * KEY_SCALES),
+                    v_codes=v_codes_ptr + tile * (TILE_TOKENS * D * V_BITS // 16),
+                    v_scales=v_scales_ptr + tile * (2 * TILE_TOKENS * GROUPS),
+                    partial_ptr=partial_ptr,
+                    lse_ptr=lse_ptr,
+                    part_number=(pid + row).to(tl.int64) * G + query,
+                    q_head=q_head,
+                    begin=unit - begin,
+                    end=tl.minimum(end, packed_stop) - begin,
+                    scale=scale,
+                    cap=cap,
+                    packed=packed,
+                    newest=newest,
+                    recent=recent,
+                    count=count,
+                    G=min(PACKED_M, G - query),
+                    D=D,
+                    M=PACKED_M,
+                    N=PACKED_N,
+                    STRIPS=STRIPS,
+                    K_BITS=K_BITS,
+                    V_BITS=V_BITS,
+                    KEY_ROWS=KEY_ROWS,
+                    GROUPS=GROUPS,
+                    COLUMNS=COLUMNS,
+                    K_PARTS=K_PARTS,
+                    V_PARTS=V_PARTS,
+                    KW=KW,
+                    VW=VW,
+                    CAP=CAP,
+                    ASM=ASM,
+                    RING=count_ptr is not None,
+                )
             unit = tl.minimum(end, packed_stop)
             begin = end
             row += 1
@@ -532,7 +541,7 @@ def _walk(query: torch.Tensor, table: HeadTable) -> _Walk:
     members = max(16, query_rows)
     options = dict.fromkeys(PACKED_OPTIONS)
     if table.tiles is not None and table.quantization is not None:
-        segments, (members, options) = 2, _packed().options(head_dim, query_rows, table.quantization)
+        segments, options = 2, _packed().options(head_dim, query_rows, table.quantization)
         max_units += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
     # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB
     stages = STAGES if itemsize == 2 or segments == 1 else 1

@@ -1,24 +1,18 @@
 """Decode over packed tiles: codes become floats by bit operations, and scales go into queries, scores or weights.
 
-The instructions of a warp bound it, not the memory. So lanes sum what they have, and are summed once, after a loop; and
-codes of bfloat16 stay as they are: a mantissa under the least exponent, an integer times 2 ** -133.
+The instructions of a warp bound it, not the memory. So each warp has a softmax of its own over its tokens, and lanes
+sum what they have; warps and lanes are joined once, after a loop. And codes stay as they are: bits of a float under the
+least exponent, an integer times 2 ** -133 in bfloat16 and 2 ** -24 in float16.
 """
 
 from .kv_kernels import LOWEST, TILE_BYTES, TILE_TOKENS, _capped, _padded, _power, tl, triton
 from .kv_layout import TILE, Quantization
 
-# tokens beside each other of which four warps have one of each in a lane: the matrix units give a thread two
-LANE_TOKENS = tl.constexpr(32)
-SHARED_ROWS = 32  # of dots that queries and groups of scales share, at most
-SHARED_OUTPUT = SHARED_ROWS * 128  # the same times the channels of a head; with more, registers spill
-
-
-@triton.jit
-def _in_part(x, LANES: tl.constexpr):
-    """Sums over tokens of x [M, N] as far as a lane has them, [M, LANES]: lanes are summed once, after a loop."""
-    M: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    return tl.sum(tl.reshape(x, [M, N // LANES, LANES]), 1) if N > LANES else x
+# tokens beside each other of which a warp has one of each in a lane: the matrix units give a thread every eighth
+LANE_TOKENS = tl.constexpr(8)
+STRIPS = 4  # of tokens, as there are warps
+MATRIX_ROWS, MATRIX_COLUMNS = 16, 8  # that matrix units take at once
+OUTPUT = 2048  # channels of a head times columns of dots; with more, registers spill
 
 
 @triton.constexpr_function
@@ -48,9 +42,15 @@ def _word_codes(bits: int) -> int:
 
 
 @triton.constexpr_function
-def _raw_place(plane: int, bits: int) -> int:
+def _raw_place(plane: int, bits: int, asm: bool) -> int:
     """Where a raw code of a plane lies in the low byte of its float: it counts 2 ** place times as much."""
-    return 0 if bits == 3 else plane * bits % 8
+    return 0 if bits == 3 or not asm else plane * bits % 8
+
+
+@triton.constexpr_function
+def _raw_exponent(dtype) -> int:
+    """The integer x in the low bits of a float, all others of which are zero, is x * 2 ** -exponent."""
+    return {"bf16": 133, "fp16": 24}[dtype.name]
 
 
 @triton.constexpr_function
@@ -59,12 +59,18 @@ def _place(plane: int, planes: int) -> int:
     return plane % 2 * (planes // 2) + plane // 2
 
 
+@triton.jit
+def _channels(plane: tl.constexpr, word, W: tl.constexpr):
+    """The channels that a plane has of words."""
+    return plane // 2 * 2 * W + 2 * word + plane % 2
+
+
 @triton.constexpr_function
 def _raw_asm(plane: int, bits: int) -> str:
-    """Codes of two words as bfloat16s with all other bits zero, in one instruction or two.
+    """Codes of two words as 16-bit floats with all other bits zero, in one instruction or two.
 
-    The byte b as a float is b * 2 ** -133 exactly: the numbers under the least exponent are as far apart as those with
-    it, so that the eighth bit may lie in the exponent. Matrix units multiply such numbers as any others.
+    The byte b as a bfloat16 is b * 2 ** -133 exactly: the numbers under the least exponent are as far apart as those
+    with it, so that the eighth bit may lie in the exponent. Matrix units multiply such numbers as any others.
     """
     place = plane * bits % 8
     if bits == 8 and plane:
@@ -109,20 +115,40 @@ def _unpacking_third_asm(plane: int, mantissa: int, raw: bool) -> str:
 
 
 @triton.jit
-def _third_bits(codes, unit, n, w, D: tl.constexpr, N: tl.constexpr):
-    """The bytes of third bits that go with words w [channels] of N tokens, int16; `codes` are int16 words of tiles."""
-    W: tl.constexpr = D // 8
+def _words(codes, unit, token, word, pair, D: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
+    """Words of tokens of a unit, which broadcast against each other, and the bytes of third bits that go with them.
+
+    These are loaded as pairs of words have them: from bytes, the compiler would lay out dots for four in a register.
+    """
+    W: tl.constexpr = D // _word_codes(BITS)
+    start = unit * (N * W)
     tile = unit * N // TILE_TOKENS
-    # after the words of a tile, which are two bytes each
-    offsets = (unit * N + n)[:, None] * W + (tile + 1) * (2 * TILE_TOKENS * W) + w[None, :]
-    return tl.load(codes.to(tl.pointer_type(tl.uint8)) + offsets, (w < W)[None, :], 0).to(tl.int16)
+    if BITS == 3:
+        start += tile * (TILE_TOKENS * W // 2)
+    words = tl.load(codes + start + (token * W + word), word < W, 0)
+    third = words
+    if BITS == 3:  # after the words of a tile
+        third_start = (tile + 1) * (TILE_TOKENS * W) + unit * (N * W // 2)
+        pairs = tl.load(codes + third_start + (token * (W // 2) + pair), pair < W // 2, 0)
+        S: tl.constexpr = pairs.shape[0]
+        A: tl.constexpr = pairs.shape[1]
+        B: tl.constexpr = pairs.shape[2]
+        if words.shape[1] > A:
+            third = tl.reshape(tl.broadcast_to(pairs[:, :, None, :], [S, A, 2, B]), words.shape)
+        else:
+            third = tl.reshape(tl.broadcast_to(pairs[:, :, :, None], [S, A, B, 2]), words.shape)
+        third = third >> (word % 2 * 8).to(tl.int16)
+    return words, third
 
 
 @triton.jit
 def _codes(
     words, third, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr, dtype: tl.constexpr
 ):
-    """Codes at bits PLANE * BITS of int16 words, less 2 ** (BITS - 1), or RAW; of 3 bits one is in `third`."""
+    """Codes at bits PLANE * BITS of int16 words, less 2 ** (BITS - 1), or RAW; of 3 bits one is in `third`.
+
+    By assembly, RAW codes are bits of a float: `_raw_exponent` and `_raw_place` say what they count.
+    """
     MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
     if ASM and BITS == 3:
         third_asm: tl.constexpr = _unpacking_third_asm(PLANE, MANTISSA, RAW)
@@ -130,12 +156,12 @@ def _codes(
     elif ASM:
         asm: tl.constexpr = _raw_asm(PLANE, BITS) if RAW else _unpacking_asm(PLANE, BITS, MANTISSA)
         codes = tl.inline_asm_elementwise(asm, "=r,r", [words], dtype.value, is_pure=True, pack=2)
-    elif BITS == 3:
-        low, high = (words >> (PLANE * 2)) & 3, (third >> PLANE) & 1
-        codes = ((low | high << 2).to(tl.float32) - 4).to(dtype)
     else:
-        low = (words >> (PLANE * BITS)) & (2**BITS - 1)
-        codes = (low.to(tl.float32) - 2 ** (BITS - 1)).to(dtype)
+        if BITS == 3:
+            codes = (words >> (PLANE * 2)) & 3 | ((third >> PLANE) & 1) << 2
+        else:
+            codes = (words >> (PLANE * BITS)) & (2**BITS - 1)
+        codes = (codes.to(tl.float32) - (0 if RAW else 2 ** (BITS - 1))).to(dtype)
     return codes
 
 
@@ -166,23 +192,21 @@ def _product(x, y, ASM: tl.constexpr):
 
 
 @triton.jit
-def _pairs(ptr, index, mask, MINIMA: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Scales 2 * index and 2 * index + 1 of a row, then their zeros, in fp32; minima lie MINIMA elements after scales.
+def _pairs(ptr, index, MINIMA: tl.constexpr, dtype: tl.constexpr):
+    """Scales 2 * index and 2 * index + 1, then their minima, in fp32; minima lie MINIMA elements after scales.
 
     One load gets all, in words of 32 bits: cp.async copies no less, and only what a dot needs is under way early.
     """
     part = tl.arange(0, 2)[None, :]
     if dtype == tl.float32:
         even_ptr = ptr + 2 * index[:, None] + MINIMA * part
-        even, even_low = tl.split(tl.load(even_ptr, mask[:, None], 0.0))
-        odd, odd_low = tl.split(tl.load(even_ptr + 1, mask[:, None], 0.0))
+        even, even_low = tl.split(tl.load(even_ptr))
+        odd, odd_low = tl.split(tl.load(even_ptr + 1))
     else:
-        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + index[:, None] + MINIMA // 2 * part, mask[:, None], 0)
+        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + index[:, None] + MINIMA // 2 * part)
         scales, lows = tl.split(words)
         even, odd = _halves(scales, dtype)
         even_low, odd_low = _halves(lows, dtype)
-    if HALF:
-        even_low, odd_low = even_low + even * HALF, odd_low + odd * HALF
     return even, odd, even_low, odd_low
 
 
@@ -217,9 +241,9 @@ def _channel_scales(
     scales, lows = (), ()
     if dtype == tl.float32:
         for byte in tl.static_range(BYTES):
-            pairs = _pairs(ptr, byte * W + index, mask, MINIMA, 0, dtype)
-            scales += (pairs[0], pairs[1])
-            lows += (pairs[2], pairs[3])
+            even_ptr = ptr + 2 * (byte * W + index)
+            scales += (tl.load(even_ptr, mask, 0.0), tl.load(even_ptr + 1, mask, 0.0))
+            lows += (tl.load(even_ptr + MINIMA, mask, 0.0), tl.load(even_ptr + MINIMA + 1, mask, 0.0))
     else:
         part = tl.arange(0, 2 * BYTES)[None, :]  # one load has enough words that each thread copies one
         index = index[:, None] + part // 2 * W + part % 2 * (MINIMA // 2)
@@ -244,79 +268,67 @@ def _halves(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _token_scales(ptr, tile, token, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Scale and zero of some tokens of a tile, where a token has one of each; to join pairs would slow the dots."""
-    pairs = _pairs(ptr + tile * (2 * TILE_TOKENS), token // 2, token >= 0, TILE_TOKENS, HALF, dtype)
-    return tl.where(token % 2 == 0, pairs[0], pairs[1]), tl.where(token % 2 == 0, pairs[2], pairs[3])
-
-
-@triton.jit
-def _group_scales(ptr, tile, token, channel, mask, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """Scale and zero [N, channels] of some tokens and channels of a tile, where a token has GROUPS of each."""
-    pointers = ptr + (tile * (2 * TILE_TOKENS) + token)[:, None] * GROUPS + (channel // (D // GROUPS))[None, :]
-    scale = tl.load(pointers, mask[None, :], 0.0).to(tl.float32)
-    return scale, tl.load(pointers + TILE_TOKENS * GROUPS, mask[None, :], 0.0).to(tl.float32) + scale * HALF
-
-
-@triton.jit
-def _spread(x, HEADS: tl.constexpr, M: tl.constexpr):
-    """Each row of x [R, K] for HEADS rows, and all of them again and again, [M, K]."""
-    R: tl.constexpr = x.shape[0]
-    K: tl.constexpr = x.shape[1]
-    return _repeated(tl.reshape(tl.broadcast_to(x[:, None], [R, HEADS, K]), [R * HEADS, K]), M)
-
-
-@triton.jit
-def _head_sums(x, HEADS: tl.constexpr, M: tl.constexpr):
-    """The sums of the rows of x [R, K] that are a head's, again and again, [M, K]."""
-    R: tl.constexpr = x.shape[0]
-    K: tl.constexpr = x.shape[1]
-    return _repeated(tl.sum(tl.reshape(x, [R // HEADS, HEADS, K]), 0), M)
-
-
-@triton.jit
-def _repeated(x, M: tl.constexpr):
-    """The rows of x [R, K] again and again, [M, K]."""
-    R: tl.constexpr = x.shape[0]
-    K: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.broadcast_to(x[None], [M // R, R, K]), [M, K])
-
-
-@triton.jit
-def _side_scales(
-    ptr,
-    tile,
-    first,
-    side: tl.constexpr,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIDES: tl.constexpr,
-    HALF: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Scale and zero of some tokens of a tile, where a token has GROUPS of each: of every row [M, N], whose group is
-    one of a side, or [1, N].
-    """
-    if GROUPS == 1:
-        factor, zero = _token_scales(ptr, tile, first + tl.arange(0, N), HALF, dtype)
-        factor, zero = factor[None, :], zero[None, :]
+def _token_scales(ptr, tile, token, STRIPS: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """Scales of tokens [N] of a tile as [STRIPS, tokens, 1], one for each of their GROUPS, and the minima."""
+    SHAPE: tl.constexpr = [STRIPS, token.shape[0] // STRIPS, 1]
+    MINIMA: tl.constexpr = TILE_TOKENS * GROUPS
+    ptr += tile * (2 * MINIMA)
+    scales, lows = (), ()
+    if GROUPS == 1:  # pairs of tokens; to join them would slow the dots
+        pairs = _pairs(ptr, token // 2, MINIMA, dtype)
+        scales += (tl.reshape(tl.where(token % 2 == 0, pairs[0], pairs[1]), SHAPE),)
+        lows += (tl.reshape(tl.where(token % 2 == 0, pairs[2], pairs[3]), SHAPE),)
     else:
-        SIDE_GROUPS: tl.constexpr = GROUPS // SIDES
-        pair = tl.arange(0, N * SIDE_GROUPS // 2)
-        index = (
-            first * (GROUPS // 2)
-            + pair // (SIDE_GROUPS // 2) * (GROUPS // 2)
-            + (side * (SIDE_GROUPS // 2) + pair % (SIDE_GROUPS // 2))
-        )
-        pairs = _pairs(ptr + tile * (2 * TILE_TOKENS * GROUPS), index, index >= 0, TILE_TOKENS * GROUPS, HALF, dtype)
-        # sums of one: past a join, the compiler would lay out weights as if they were loaded with half as many bits
-        factor = tl.sum(tl.reshape(tl.join(pairs[0], pairs[1]), [1, N, SIDE_GROUPS]), 0)
-        zero = tl.sum(tl.reshape(tl.join(pairs[2], pairs[3]), [1, N, SIDE_GROUPS]), 0)
-        factor = _spread(tl.trans(factor), HEADS, M)
-        zero = _spread(tl.trans(zero), HEADS, M)
-    return factor, zero
+        for pair in tl.static_range(GROUPS // 2):
+            pairs = _pairs(ptr, token * (GROUPS // 2) + pair, MINIMA, dtype)
+            scales += (tl.reshape(pairs[0], SHAPE), tl.reshape(pairs[1], SHAPE))
+            lows += (tl.reshape(pairs[2], SHAPE), tl.reshape(pairs[3], SHAPE))
+    return scales, lows
+
+
+@triton.jit
+def _of_columns(groups, column_group, SET: tl.constexpr, COLUMNS: tl.constexpr):
+    """What the columns of a set of COLUMNS groups take: of each group there is one."""
+    taken = groups[SET * COLUMNS]
+    for group in tl.static_range(1, COLUMNS):
+        taken = tl.where(column_group == group, groups[SET * COLUMNS + group], taken)
+    return taken
+
+
+@triton.jit
+def _group_scales(ptr, tile, token, channel, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """Scale and zero of some tokens and channels of a tile, where a token has GROUPS of each."""
+    group = tl.minimum(channel // (D // GROUPS), GROUPS - 1)  # of padding too
+    pointers = ptr + (tile * (2 * TILE_TOKENS) + token) * GROUPS + group
+    scale = tl.load(pointers).to(tl.float32)
+    return scale, tl.load(pointers + TILE_TOKENS * GROUPS).to(tl.float32) + scale * HALF
+
+
+@triton.jit
+def _head_sums(x, HEADS: tl.constexpr):
+    """The sums of the columns of x [.., .., M] that are a head's, for each of them."""
+    A: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
+    M: tl.constexpr = x.shape[2]
+    sums = tl.sum(tl.reshape(x, [A, B, M // HEADS, HEADS]), 2)
+    return tl.reshape(tl.broadcast_to(sums[:, :, None, :], [A, B, M // HEADS, HEADS]), [A, B, M])
+
+
+@triton.jit
+def _in_part(x, LANES: tl.constexpr):
+    """Sums over tokens of x [STRIPS, T, M] as far as a lane has them, [STRIPS, LANES, M]."""
+    S: tl.constexpr = x.shape[0]
+    T: tl.constexpr = x.shape[1]
+    return tl.sum(tl.reshape(x, [S, T // LANES, LANES, x.shape[2]]), 1) if T > LANES else x
+
+
+@triton.jit
+def _of_strips(x, STRIPS: tl.constexpr):
+    """The matrices of x [rows, .., ..] for each strip of tokens, [STRIPS, .., ..]."""
+    ROWS: tl.constexpr = x.shape[0]
+    A: tl.constexpr = x.shape[1]
+    B: tl.constexpr = x.shape[2]
+    return tl.reshape(tl.broadcast_to(x[:, None], [ROWS, STRIPS // ROWS, A, B]), [STRIPS, A, B])
 
 
 @triton.jit
@@ -328,7 +340,7 @@ def _over_tiles(
     v_scales,
     partial_ptr,  # [programs + rows, G, D]
     lse_ptr,  # [programs + rows, G]
-    part,  # [M]
+    part_number,  # of the first query's
     q_head,
     begin,
     end,
@@ -342,11 +354,14 @@ def _over_tiles(
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    STRIPS: tl.constexpr,
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
-    SIDES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    V_PARTS: tl.constexpr,
     KW: tl.constexpr,
     VW: tl.constexpr,
     CAP: tl.constexpr,
@@ -357,221 +372,262 @@ def _over_tiles(
 
     All of them are visible; with RING, of `packed` tokens after the sinks those that the token `newest` still sees, and
     tiles lie round a ring of `count`.
+    A unit is STRIPS of tokens, and each has a softmax of its own, so that warps exchange nothing before the last unit.
+    Codes are the taller factor of each dot and queries the columns of the other one: matrix units take 16 rows, but 8
+    columns.
     A word of keys or values has PLANES codes; plane p of all W words is channels p // 2 * 2 * W + p % 2, + 2, ... and
     gets a dot of its own. Where a scale is a channel's of keys or a token's, queries, scores or weights take it: codes
     stay integers.
-    Where SIDES is not 0, rows that a group of queries would leave empty take the groups that have a scale: row
+    Where a token has GROUPS of scales, columns that a group of queries would leave empty take COLUMNS of them: column
     g * HEADS + h is head h, times the scales of group g. What it gives elsewhere than in its group is left out. Where
-    rows are too few, planes are in SIDES of as many groups each, and each side has weights of its own. Only keys may
-    take more, Q_ROWS where they have groups of tokens: a warp leaves out the products of others.
+    this is not all of them, planes, and then words, are in sets of as many groups each, and each set has factors of its
+    own. Where COLUMNS is 0, codes are multiplied one by one.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     K_PLANES: tl.constexpr = _word_codes(K_BITS)
     V_PLANES: tl.constexpr = _word_codes(V_BITS)
     K_W: tl.constexpr = D // K_PLANES
     V_W: tl.constexpr = D // V_PLANES
-    K_HALF: tl.constexpr = 2 ** (K_BITS - 1)
-    V_HALF: tl.constexpr = 2 ** (V_BITS - 1)
-    SPREAD: tl.constexpr = SIDES > 0
-    # raw codes are multiples of 2 ** -133: what they multiply is 2 ** 64 times as much, and sums are 2 ** -69 of theirs
-    V_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or SPREAD)
-    K_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or KEY_ROWS > 0 or SPREAD)
-    K_BIAS: tl.constexpr = 0 if K_RAW else K_HALF
-    V_BIAS: tl.constexpr = 0 if V_RAW else V_HALF
-    RISE: tl.constexpr = 64 if V_RAW else 0
-    SMALL: tl.constexpr = 2.0**-69 if K_RAW else 1.0
+    SETS: tl.constexpr = GROUPS // COLUMNS if COLUMNS > 0 else 1
+    K_SETS: tl.constexpr = 1 if KEY_ROWS > 0 else SETS
+    K_SIDE: tl.constexpr = K_PLANES * K_PARTS // K_SETS  # planes
+    V_SIDE: tl.constexpr = V_PLANES * V_PARTS // SETS
+    HEADS: tl.constexpr = _power(G) if COLUMNS > 1 else M
+    # raw codes are integers times 2 ** -EXPONENT; sums of them stay far above the least floats
+    EXPONENT: tl.constexpr = _raw_exponent(dtype) if ASM else 0
+    K_RAW: tl.constexpr = KEY_ROWS > 0 or COLUMNS > 0
+    V_RAW: tl.constexpr = COLUMNS > 0
+    K_RISE: tl.constexpr = EXPONENT // 2 if K_RAW and dtype == tl.bfloat16 else 0
+    RISE: tl.constexpr = EXPONENT // 2 if V_RAW and dtype == tl.bfloat16 else 0
+    SMALL: tl.constexpr = 2.0 ** (K_RISE - EXPONENT) if K_RAW else 1.0
     scale = scale * (1.0 / SMALL)
-    m = tl.arange(0, M)
+    T: tl.constexpr = N // STRIPS
+    UNIT_ROWS: tl.constexpr = max(KEY_ROWS * N // TILE_TOKENS, 1)
+    # without matrix units tokens lie elsewhere; and a product fused with a sum over lanes differs from lane to lane
+    LANES: tl.constexpr = T if dtype == tl.float32 else min(T, LANE_TOKENS)
     n = tl.arange(0, N)
+    m = tl.arange(0, M)[None, None, :]
+    token = (tl.arange(0, STRIPS) * T)[:, None] + tl.arange(0, T)[None, :]
     kw = tl.arange(0, KW)
     vw = tl.arange(0, VW)
-    HEADS: tl.constexpr = _power(G) if SPREAD else M
-    K_SIDE: tl.constexpr = K_PLANES // max(SIDES, 1)  # planes
-    V_SIDE: tl.constexpr = V_PLANES // max(SIDES, 1)
-    UNIT_ROWS: tl.constexpr = max(KEY_ROWS * N // TILE_TOKENS, 1)
-    Q_ROWS: tl.constexpr = max(UNIT_ROWS * HEADS, M) if SPREAD else M  # rows that ask keys
-    R: tl.constexpr = Q_ROWS if SPREAD else max(_power(G), 128 // KW)  # fewer: every thread would add up all channels
-    a = tl.arange(0, Q_ROWS)
-    r = tl.arange(0, R)
-    q, exact_q, acc, q_sums, zeros = (), (), (), (), ()
-    # without matrix units tokens lie elsewhere; and a product fused with a sum over lanes differs from lane to lane
-    LANES: tl.constexpr = N if dtype == tl.float32 else min(N, LANE_TOKENS)
-    for side in tl.static_range(max(SIDES, 1)):
-        q_sum = tl.zeros([M], tl.float32)
-        for plane in tl.static_range(side * K_SIDE, (side + 1) * K_SIDE):
-            channel = plane // 2 * 2 * K_W + 2 * kw + plane % 2
-            q_pointers = q_ptr + (a % HEADS)[:, None] * q_head + channel[None, :]
-            q_mask = (a % HEADS < G)[:, None] & (kw < K_W)[None, :]
-            if SPREAD and KEY_ROWS == 0:
-                row_group = a // HEADS + side * (GROUPS // SIDES)
-                q_mask &= row_group[:, None] == (channel // (D // GROUPS))[None, :]
-            plane_q = tl.load(q_pointers, q_mask, 0.0)
-            if KEY_ROWS == 0:
-                q_sum += tl.sum(plane_q.to(tl.float32), 1) * SMALL
-            if K_RAW:  # exactly
-                rise = 2.0 ** (64 - _raw_place(_place(plane, K_PLANES), K_BITS))
+    q, exact_q, q_sums, acc, zeros = (), (), (), (), ()
+    for number in tl.static_range(K_SETS):
+        q_sum = tl.zeros([1, 1, M], tl.float32)
+        word = number % K_PARTS * KW + kw
+        for plane in tl.static_range(number // K_PARTS * K_SIDE, (number // K_PARTS + 1) * K_SIDE):
+            channel = _channels(plane, word, K_W)[None, :, None]
+            q_mask = (m % HEADS < G) & (word < K_W)[None, :, None]
+            if KEY_ROWS == 0 and SETS * COLUMNS > 1:
+                q_mask &= channel // (D // GROUPS) == number * COLUMNS + m // HEADS
+            plane_q = tl.load(q_ptr + m % HEADS * q_head + channel, q_mask, 0.0)
+            if KEY_ROWS > 0:
+                exact_q += (plane_q,)
+            else:
+                q_sum += tl.sum(plane_q.to(tl.float32), 1, keep_dims=True) * SMALL
+            if K_RAW:  # exactly in bfloat16
+                rise = 2.0 ** (K_RISE - _raw_place(_place(plane, K_PLANES), K_BITS, ASM))
                 plane_q = (plane_q.to(tl.float32) * rise).to(dtype)
             q += (plane_q,)
-            exact_pointers = q_ptr + (r % HEADS)[:, None] * q_head + channel[None, :]
-            exact_q += (
-                tl.load(exact_pointers, (r % HEADS < G)[:, None] & (kw < K_W)[None, :], 0.0).to(tl.float32) * SMALL,
-            )
-        for _ in tl.static_range(V_SIDE):
-            acc += (tl.zeros([M, VW], tl.float32),)
         q_sums += (q_sum,)
-        zeros += (tl.zeros([M, LANES], tl.float32),)  # what the zeros of values add to every channel of a side
-    top = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M, LANES], tl.float32)
+    for _ in tl.static_range(SETS):
+        for _ in tl.static_range(V_SIDE):
+            acc += (tl.zeros([STRIPS, VW, M], tl.float32),)
+        zeros += (tl.zeros([STRIPS, LANES, M], tl.float32),)  # what minima of values add to every channel of a set
+    top = tl.full([STRIPS, 1, M], LOWEST, tl.float32)
+    total = tl.zeros([STRIPS, LANES, M], tl.float32)
     for unit in range(begin, end):
         tile = unit * N // TILE_TOKENS
         first = unit * N - tile * TILE_TOKENS
-        k_start = unit * (N * K_W)
-        v_start = unit * (N * V_W)
-        k_third, v_third = n, n
-        if K_BITS == 3:
-            k_start += tile * (TILE_TOKENS * K_W // 2)
-            k_third = _third_bits(k_codes, unit, n, kw, D, N)
-        if V_BITS == 3:
-            v_start += tile * (TILE_TOKENS * V_W // 2)
-            v_third = _third_bits(v_codes, unit, n, vw, D, N)
-        k = tl.load(k_codes + k_start + (n[:, None] * K_W + kw[None, :]), (kw < K_W)[None, :], 0)
-        v = tl.load(v_codes + v_start + (n[:, None] * V_W + vw[None, :]), (vw < V_W)[None, :], 0)
+        k, v, k_third, v_third = (), (), (), ()
+        for part in tl.static_range(K_PARTS):
+            words, third = _words(
+                k_codes,
+                unit,
+                token[:, :, None],
+                (part * KW + kw)[None, None, :],
+                (part * (KW // 2) + tl.arange(0, KW // 2))[None, None, :],
+                D,
+                N,
+                K_BITS,
+            )
+            k += (words,)
+            k_third += (third,)
+        for part in tl.static_range(V_PARTS):
+            words, third = _words(
+                v_codes,
+                unit,
+                token[:, None, :],
+                (part * VW + vw)[None, :, None],
+                (part * (VW // 2) + tl.arange(0, VW // 2))[None, :, None],
+                D,
+                N,
+                V_BITS,
+            )
+            v += (words,)
+            v_third += (third,)
 
+        scores = tl.zeros([STRIPS, T, M], tl.float32)
         if KEY_ROWS > 0:
             row_scales_ptr = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
-            scaled_q, zero_products = (), tl.zeros([R, KW], tl.float32)
             groups = tl.arange(0, UNIT_ROWS * KW)
             factors, lows = _channel_scales(row_scales_ptr, groups, K_W, KW, K_PLANES // 2, KEY_ROWS * D, ASM, dtype)
+            zero_products = tl.zeros([STRIPS, T, M], tl.float32)
             for plane in tl.static_range(K_PLANES):
-                factor, zero = factors[plane], lows[plane].to(tl.float32)
-                if not K_RAW:
-                    zero += factor.to(tl.float32) * K_HALF
-                if SPREAD:
-                    factor = _spread(tl.reshape(factor, [UNIT_ROWS, KW]), HEADS, Q_ROWS)
-                    zero = _spread(tl.reshape(zero, [UNIT_ROWS, KW]), HEADS, Q_ROWS)
-                else:
-                    factor, zero = factor[None, :], zero[None, :]
-                scaled_q += (_product(q[plane], factor, ASM),)
-                zero_products += exact_q[plane] * zero
-            scores = tl.broadcast_to(_repeated(tl.sum(zero_products, 1)[:, None], Q_ROWS), [Q_ROWS, N])
-            for plane in tl.static_range(K_PLANES):
-                codes = _codes(k, k_third, _place(plane, K_PLANES), K_BITS, ASM, K_RAW, dtype)
-                scores = tl.dot(scaled_q[plane], tl.trans(codes), scores, input_precision="ieee")
-            if UNIT_ROWS > 1:
-                in_rows = (a // HEADS)[:, None] == (n * UNIT_ROWS // N)[None, :]
-                scores = _head_sums(tl.where(in_rows, scores, 0.0), HEADS, M)
+                factor = tl.reshape(factors[plane], [UNIT_ROWS, KW, 1])
+                scaled_q = _product(
+                    tl.broadcast_to(q[plane], [UNIT_ROWS, KW, M]), tl.broadcast_to(factor, [UNIT_ROWS, KW, M]), ASM
+                )
+                codes = _codes(k[0], k_third[0], _place(plane, K_PLANES), K_BITS, ASM, True, dtype)
+                scores = tl.dot(codes, _of_strips(scaled_q, STRIPS), scores, input_precision="ieee")
+                low = tl.broadcast_to(tl.reshape(lows[plane], [UNIT_ROWS, 1, KW]), [UNIT_ROWS, T, KW])
+                zero_products = tl.dot(
+                    _of_strips(low, STRIPS), _of_strips(exact_q[plane], STRIPS), zero_products, input_precision="ieee"
+                )
+            scores += zero_products * SMALL
         else:
-            for side in tl.static_range(max(SIDES, 1)):
-                side_scores = tl.zeros([M, N], tl.float32)
-                for plane in tl.static_range(side * K_SIDE, (side + 1) * K_SIDE):
-                    codes = _codes(k, k_third, _place(plane, K_PLANES), K_BITS, ASM, K_RAW, dtype)
-                    if GROUPS > 1 and not SPREAD:
-                        channel = plane // 2 * 2 * K_W + 2 * kw + plane % 2
+            if K_RAW:
+                factors, lows = _token_scales(k_scales, tile, first + n, STRIPS, GROUPS, dtype)
+            for number in tl.static_range(K_SETS):
+                set_scores = tl.zeros([STRIPS, T, M], tl.float32)
+                for plane in tl.static_range(number // K_PARTS * K_SIDE, (number // K_PARTS + 1) * K_SIDE):
+                    codes = _codes(
+                        k[number % K_PARTS],
+                        k_third[number % K_PARTS],
+                        _place(plane, K_PLANES),
+                        K_BITS,
+                        ASM,
+                        K_RAW,
+                        dtype,
+                    )
+                    if not K_RAW:
+                        channel = _channels(plane, kw, K_W)[None, None, :]
                         k_factor, k_zero = _group_scales(
-                            k_scales, tile, first + n, channel, kw < K_W, GROUPS, D, K_HALF
+                            k_scales, tile, first + token[:, :, None], channel, GROUPS, D, 2 ** (K_BITS - 1)
                         )
                         codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
-                    side_scores = tl.dot(q[plane], tl.trans(codes), side_scores, input_precision="ieee")
-                if GROUPS == 1 or SPREAD:
-                    k_factor, k_zero = _side_scales(
-                        k_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, K_BIAS, dtype
+                    set_scores = tl.dot(
+                        codes,
+                        _of_strips(q[number * K_SIDE + plane % K_SIDE], STRIPS),
+                        set_scores,
+                        input_precision="ieee",
                     )
-                    side_scores = side_scores * k_factor + q_sums[side][:, None] * k_zero
-                if side == 0:
-                    scores = side_scores
-                else:
-                    scores += side_scores
-            if SPREAD:
-                scores = _head_sums(scores, HEADS, M)
+                if K_RAW:
+                    factor = _of_columns(factors, m // HEADS, number, COLUMNS)
+                    low = _of_columns(lows, m // HEADS, number, COLUMNS)
+                    set_scores = set_scores * factor + q_sums[number] * low
+                scores += set_scores
+            if COLUMNS > 1:
+                scores = _head_sums(scores, HEADS)
         if CAP:
             scores = _capped(scores * scale, cap, CAP)
         if RING:
             last_tile = packed // TILE_TOKENS - 1
-            token = (last_tile - (last_tile - tile) % count) * TILE_TOKENS + first + n
-            scores = tl.where((newest - token < recent)[None, :], scores, float("-inf"))
+            position = (last_tile - (last_tile - tile) % count) * TILE_TOKENS + first + token
+            scores = tl.where((newest - position < recent)[:, :, None], scores, float("-inf"))
 
         factor = 1.0 if CAP else scale  # which is positive, and a part of the subtraction
-        new_top = tl.maximum(top, tl.max(scores, 1) * factor - RISE)
-        weights = tl.exp2(scores * factor - new_top[:, None])
+        new_top = tl.maximum(top, tl.max(scores, 1, keep_dims=True) * factor - RISE)
+        weights = tl.exp2(scores * factor - new_top)
         fade = tl.exp2(top - new_top)
-        total = total * fade[:, None] + _in_part(weights, LANES)
+        total = total * fade + _in_part(weights, LANES)
         old_acc, old_zeros, acc, zeros = acc, zeros, (), ()
-        for side in tl.static_range(max(SIDES, 1)):
-            if GROUPS == 1 or SPREAD:
-                v_factor, v_zero = _side_scales(v_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, V_BIAS, dtype)
-                zeros += (old_zeros[side] * fade[:, None] + _in_part(weights * v_zero, LANES),)
-                side_weights = weights * v_factor
+        if V_RAW:
+            factors, lows = _token_scales(v_scales, tile, first + n, STRIPS, GROUPS, dtype)
+        for number in tl.static_range(SETS):
+            set_weights = weights
+            if V_RAW:
+                low = _of_columns(lows, m // HEADS, number, COLUMNS)
+                zeros += (old_zeros[number] * fade + _in_part(weights * low, LANES),)
+                set_weights = weights * _of_columns(factors, m // HEADS, number, COLUMNS)
             else:
-                zeros += (old_zeros[side],)
-                side_weights = weights
-            for plane in tl.static_range(side * V_SIDE, (side + 1) * V_SIDE):
-                codes = _codes(v, v_third, _place(plane, V_PLANES), V_BITS, ASM, V_RAW, dtype)
-                if GROUPS > 1 and not SPREAD:
-                    v_channel = plane // 2 * 2 * V_W + 2 * vw + plane % 2
-                    v_factor, v_zero = _group_scales(v_scales, tile, first + n, v_channel, vw < V_W, GROUPS, D, V_HALF)
+                zeros += (old_zeros[number],)
+            set_weights = set_weights.to(dtype)
+            for plane in tl.static_range(number // V_PARTS * V_SIDE, (number // V_PARTS + 1) * V_SIDE):
+                codes = _codes(
+                    v[number % V_PARTS], v_third[number % V_PARTS], _place(plane, V_PLANES), V_BITS, ASM, V_RAW, dtype
+                )
+                if not V_RAW:
+                    channel = _channels(plane, vw, V_W)[None, :, None]
+                    v_factor, v_zero = _group_scales(
+                        v_scales, tile, first + token[:, None, :], channel, GROUPS, D, 2 ** (V_BITS - 1)
+                    )
                     codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
-                acc += (tl.dot(side_weights.to(dtype), codes, old_acc[plane] * fade[:, None], input_precision="ieee"),)
+                old = old_acc[number * V_SIDE + plane % V_SIDE] * fade
+                acc += (tl.dot(codes, set_weights, old, input_precision="ieee"),)
         top = new_top
-    total = tl.sum(total, 1)
+    strip_top = top
+    top = tl.max(strip_top, 0, keep_dims=True)
+    fade = tl.exp2(strip_top - top)
+    total = tl.sum(tl.sum(total, 1, keep_dims=True) * fade, 0, keep_dims=True)
     safe_total = tl.where(total > 0, total, 1.0)
-    tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe_total), LOWEST), m < G)
-    for plane in tl.static_range(V_PLANES):
-        v_channel = plane // 2 * 2 * V_W + 2 * vw + plane % 2
-        plane_out = acc[plane]
-        if V_RAW:  # in two steps: their product is more than a float holds
-            plane_out = plane_out * 2.0**64 * 2.0 ** (69 - _raw_place(_place(plane, V_PLANES), V_BITS))
-        plane_out += tl.sum(zeros[plane // V_SIDE], 1)[:, None]
-        if SPREAD and GROUPS > 1:
-            row_group = m // HEADS + plane // V_SIDE * (GROUPS // SIDES)
-            in_group = row_group[:, None] == (v_channel // (D // GROUPS))[None, :]
-            plane_out = _head_sums(tl.where(in_group, plane_out, 0.0), HEADS, M)
-        out = plane_out / safe_total[:, None]
-        tl.store(partial_ptr + part[:, None] * D + v_channel[None, :], out, (m < G)[:, None] & (vw < V_W)[None, :])
+    lse = tl.reshape(tl.where(total > 0, top + tl.log2(safe_total), LOWEST), [M])
+    member = tl.arange(0, M)
+    tl.store(lse_ptr + part_number + member, lse, member < G)
+    for number in tl.static_range(SETS):
+        zero = tl.sum(tl.sum(zeros[number], 1, keep_dims=True) * fade, 0, keep_dims=True)
+        for plane in tl.static_range(number // V_PARTS * V_SIDE, (number // V_PARTS + 1) * V_SIDE):
+            word = number % V_PARTS * VW + vw
+            channel = _channels(plane, word, V_W)[None, :, None]
+            out = tl.sum(acc[number * V_SIDE + plane % V_SIDE] * fade, 0, keep_dims=True)
+            if V_RAW:  # in two steps: their product may be more than a float holds
+                out = out * 2.0**RISE * 2.0 ** (EXPONENT - RISE - _raw_place(_place(plane, V_PLANES), V_BITS, ASM))
+            out += zero
+            if COLUMNS > 1:
+                in_group = channel // (D // GROUPS) == number * COLUMNS + m // HEADS
+                out = _head_sums(tl.where(in_group, out, 0.0), HEADS)
+            out_ptr = partial_ptr + (part_number + m) * D + channel
+            tl.store(out_ptr, out / safe_total, (m < G) & (word < V_W)[None, :, None])
 
 
-def options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple[int, dict]:
-    """How the kernel walks tiles: rows of its dots, of which `query_rows` have queries, and options.
+def options(head_dim: int, query_rows: int, quantization: Quantization) -> dict:
+    """How the kernel walks tiles: columns of its dots, which `query_rows` queries share, and options.
 
-    Widths and tokens are not measured: they follow from the compiled code. A dot that is wider than it is tall is split
-    over warps by columns; a square one has each warp compute all of it.
+    Widths and tokens are not measured: they follow from the compiled code.
     """
     planes = [_word_codes(bits) for bits in quantization.widths]
-    key_width, value_width = (_padded(head_dim // count) for count in planes)
-    # with whole tiles of 3 bits registers spill on H100
-    max_tokens = TILE // 2 if 3 in quantization.widths else TILE
-    tokens = min(max(TILE_BYTES // (2 * max(key_width, value_width)), 16), max_tokens)
+    widths = [_padded(head_dim // count) for count in planes]
+    tokens = min(max(TILE_BYTES // (2 * max(widths)), MATRIX_ROWS), TILE)
     key_rows = 0
     if quantization.scheme == "kivi":
         key_rows, _ = quantization.key_groups(head_dim)
+        tokens = min(tokens, STRIPS * TILE // key_rows)  # a strip has one row of scales
     _, groups = quantization.value_groups(head_dim)
-    members = max(16, query_rows)
-    half_tokens = min(tokens, TILE // 2)
-    sides = 0
-    max_rows, value_dot_rows = min(SHARED_ROWS, SHARED_OUTPUT // head_dim), query_rows * groups
+    max_members = max(OUTPUT // _padded(head_dim), MATRIX_COLUMNS)
+    members = max(min(query_rows, max_members), MATRIX_COLUMNS)
 
-    def key_dot_rows(tokens: int) -> int:
-        """Rows for the queries of every group of so many tokens."""
-        return query_rows * key_rows * tokens // TILE
+    def word_parts(columns: int) -> list[int]:
+        """How many parts words of keys and of values are in, so that columns of sets take all groups."""
+        key_groups = 1 if key_rows else groups
+        return [
+            max(of_token // columns // max(count // 2, 1), 1)
+            for of_token, count in zip((key_groups, groups), planes, strict=True)
+        ]
 
-    if max(key_rows, groups) > 1 and groups & (groups - 1) == 0:
-        fewer_tokens = tokens if key_dot_rows(tokens) <= max_rows else half_tokens
-        max_sides = max(min(groups, *planes) // 2, 1)  # sides of two groups of channels or more
-        if max(key_dot_rows(tokens), value_dot_rows) <= members:
-            sides = 1
-        elif key_dot_rows(fewer_tokens) <= max_rows and value_dot_rows <= members * max_sides:
-            tokens, sides = fewer_tokens, 1 if value_dot_rows <= members else max_sides
-        elif max(key_dot_rows(half_tokens), value_dot_rows) <= max_rows:
-            members, tokens, sides = max(key_dot_rows(half_tokens), value_dot_rows), half_tokens, 1
-    if key_rows and not sides:
-        tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
-    return members, {
+    def fit(columns: int) -> bool:
+        return all(
+            parts == 1 or (width * count == head_dim and width // parts >= MATRIX_ROWS)
+            for parts, width, count in zip(word_parts(columns), widths, planes, strict=True)
+        )
+
+    columns = 0
+    if groups in (1, 2, 4, 8):
+        wider = [rows for rows in (members, 2 * members, 4 * members) if rows <= max_members]
+        shapes = [(rows, min(groups, max(rows // query_rows, 1))) for rows in wider]
+        members, columns = next((shape for shape in shapes if fit(shape[1])), (members, 0))
+    key_parts, value_parts = word_parts(columns) if columns else (1, 1)
+    key_parts, value_parts = word_parts(columns) if columns else (1, 1)
+    return {
         "OVER_TILES": _over_tiles,
+        "PACKED_M": members,
         "PACKED_N": tokens,
+        "STRIPS": min(STRIPS, tokens // MATRIX_ROWS),
         "K_BITS": quantization.widths.keys,
         "V_BITS": quantization.widths.values,
         "KEY_ROWS": key_rows,
         "GROUPS": groups,
-        "SIDES": sides,
-        "KW": key_width,
-        "VW": max(value_width, 2 * members),
+        "COLUMNS": columns,
+        "K_PARTS": key_parts,
+        "V_PARTS": value_parts,
+        "KW": widths[0] // key_parts,
+        "VW": widths[1] // value_parts,
     }

@@ -31,21 +31,21 @@ LONGER = 80  # instructions than any loop has but those over units of tokens
 # quantization, tokens of a unit, and the most instructions that a warp may execute for one on A100 and H100
 CEILINGS = [
     (None, 32, {80: 226, 90: 250}),
-    (Quantization(8), 64, {80: 435, 90: 436}),
-    (Quantization(4), 128, {80: 600, 90: 609}),
-    (Quantization(2), 128, {80: 724, 90: 727}),
-    (Quantization(4, group_size=32), 128, {80: 744, 90: 737}),
-    (Quantization(4, group_size=64), 128, {80: 745, 90: 732}),
-    (Quantization(4, "per-token", 32), 128, {80: 631, 90: 628}),
-    (Quantization(4, "per-token"), 128, {80: 553, 90: 549}),
+    (Quantization(8), 64, {80: 393, 90: 375}),
+    (Quantization(4), 128, {80: 506, 90: 494}),
+    (Quantization(2), 128, {80: 457, 90: 458}),
+    (Quantization(4, group_size=32), 128, {80: 599, 90: 573}),
+    (Quantization(4, group_size=64), 128, {80: 541, 90: 519}),
+    (Quantization(4, "per-token", 32), 128, {80: 587, 90: 584}),
+    (Quantization(4, "per-token"), 128, {80: 449, 90: 447}),
 ]
-# the same with 8 query heads for each KV head, so that 16 rows of a dot have copies of queries for two groups only
+# the same with 8 query heads for each KV head, so that the 8 columns of a dot have none left for other groups
 EIGHT = [
-    (Quantization(4), 128, {80: 619, 90: 619}),
-    (Quantization(4, group_size=32), 128, {80: 863, 90: 859}),
-    (Quantization(4, "per-token"), 128, {80: 553, 90: 549}),
-    (Quantization(4, "per-token", 32), 128, {80: 768, 90: 747}),
-    (Quantization(8, group_size=32), 64, {80: 745, 90: 737}),
+    (Quantization(4), 128, {80: 506, 90: 494}),
+    (Quantization(4, group_size=32), 128, {80: 669, 90: 657}),
+    (Quantization(4, "per-token"), 128, {80: 449, 90: 447}),
+    (Quantization(4, "per-token", 32), 128, {80: 666, 90: 665}),
+    (Quantization(8, group_size=32), 64, {80: 458, 90: 440}),
 ]
 
 # By their data sheets: bytes of memory a second; multiprocessors; and the clock at which their lanes of two operations
@@ -84,13 +84,13 @@ def test_documented_predictions() -> None:
 
 @pytest.mark.parametrize("widths", [CEILINGS, EIGHT])
 def test_groups_cost_little_more_than_whole_tiles(widths: list) -> None:
-    """A token of 4 bits takes at most 1.4 times as many instructions."""
+    """A token of 4 bits takes at most 1.5 times as many instructions."""
     four = [(how, tokens, ceilings) for how, tokens, ceilings in widths if how and how.bits == 4]
     whole = {how.scheme: (tokens, ceilings) for how, tokens, ceilings in four if how.group_size is None}
     for how, tokens, ceilings in four:
         for target, count in ceilings.items():
             of_whole = whole[how.scheme][1][target] / whole[how.scheme][0]
-            assert count / tokens <= 1.4 * of_whole, named(how)
+            assert count / tokens <= 1.5 * of_whole, named(how)
 
 
 def machine_code(binary: Path) -> list[tuple[int, str]]:
@@ -160,7 +160,7 @@ def test_instructions_of_a_unit(compiled: dict, target: int, tmp_path: Path) -> 
 
 
 # rows of a batch, and the most instructions before the loop over its units: of slots alone, and with tiles of 4 bits
-BEFORE = {8: (610, 660), 64: (655, 805), 128: (655, 805), 136: (530, 530), 512: (530, 530), 4096: (530, 530)}
+BEFORE = {8: (610, 725), 64: (655, 890), 128: (655, 890), 136: (530, 620), 512: (530, 620), 4096: (530, 620)}
 
 
 @pytest.mark.skipif(not OLDEST, reason="the ceilings are those of the oldest Triton's code")
