@@ -129,20 +129,21 @@ PACKED = [
     Packed(Quantization(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
     Packed(Quantization(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
     Packed(Quantization(4), 2, [FULL], 8, 64, [450, 3], 7, learned=True),
-    Packed(Quantization(8, group_size=32), 1, [FULL], 8, 128, [450], 4),  # 32 rows of dots
-    Packed(Quantization(4, group_size=32), 2, [FULL], 7, 128, [700, 300], 5),  # two sides, with 32 rows for keys
+    Packed(Quantization(8, group_size=32), 1, [FULL], 8, 128, [450], 4),  # four parts of words
+    Packed(Quantization(4, group_size=32), 2, [FULL], 7, 128, [700, 300], 5),  # two parts of words
     Packed(Quantization(2, "per-token", 32), 1, [], 8, 128, [450], 4),
-    Packed(Quantization(2, group_size=16, residual=0), 1, [], 5, 128, [450], 4, softcap=20.0),  # four sides
+    Packed(Quantization(2, group_size=16, residual=0), 1, [], 5, 128, [450], 4, softcap=20.0),  # 16 columns
     Packed(Quantization(3, group_size=32), 1, [FULL], 4, 256, [450], 3, window=(3, 300)),
     Packed(Quantization(4, "per-token", 16), 1, [], 3, 128, [450, 0], 4),
     Packed(Quantization(4), 2, [(4, 16, 16)], 1, 16, [0, 400, 130, 300, 5] * 9, 13),
     Packed(Quantization("k3v2"), 2, [FULL], 4, 128, [700, 300], 5),
     Packed(Quantization("k8v3", residual=0), 1, [(4, 60, 60)], 7, 80, [600, 129], 7, window=(3, 300)),
     Packed(Quantization("k2v8", group_size=16, residual=0), 1, [], 4, 64, [450], 4, softcap=20.0),
-    Packed(Quantization("k4v3", group_size=32), 1, [FULL], 7, 128, [600], 7, window=(3, 300)),  # two sides
+    Packed(Quantization("k4v3", group_size=32), 1, [FULL], 7, 128, [600], 7, window=(3, 300)),  # four sets of planes
     Packed(Quantization("k2v4", "per-token", 16), 1, [], 3, 128, [450, 0], 4),
     Packed(Quantization("k3v8", "per-token"), 1, [FULL], 2, 48, [450], 4),
     Packed(Quantization("k8v2", "per-token", 32), 1, [], 8, 128, [450], 4),
+    Packed(Quantization(4), 1, [], 20, 128, [450], 4),  # more queries than read tiles at once
 ]
 
 
