@@ -23,7 +23,8 @@ class Bin(NamedTuple):
 class BudgetedGroups:
     """The cache groups of a model with budgeted heads: one of full heads, and bins of budgeted ones.
 
-    Where heads are `quantized`, bins have a group of tiles and one of newest tokens each.
+    Where heads are `quantized`, bins have a group of tiles and one of newest tokens each; heads of layers without codes
+    have as many tokens in the model's dtype in place of a tile.
 
     Attributes:
         tokens: of a block, if there are no tiles.
@@ -107,14 +108,15 @@ class BudgetedGroups:
         if not self.quantized:
             return [(bucket, total - dropped // size)]
         found_codes = [self.layout.attended[layer].quantization for layer in layers]
-        quantizations = [codes for codes in found_codes if codes]  # all of them, as they are in tiles
-        tiles = tuple(codes.tile_bytes(head_dim, self.itemsize) for codes in quantizations)
-        first = quantizations[0]
-        window = (prompt - first.residual - TILE + 1) // size
-        return [
-            (Bucket(tiles, sliding=False), -(-prompt // TILE) - dropped // TILE),
-            (bucket, total - max(window - -(-first.sink // size), 0)),
-        ]
+        whole = 2 * self.itemsize * head_dim * TILE
+        tiles = tuple(codes.tile_bytes(head_dim, self.itemsize) if codes else whole for codes in found_codes)
+        older = Bucket(tiles, sliding=False), -(-prompt // TILE) - dropped // TILE
+        packed = [codes for codes in found_codes if codes]
+        if not packed:
+            return [older]
+        window = (prompt - packed[0].residual - TILE + 1) // size
+        newest = Bucket((page,) * len(packed), sliding=False)
+        return [older, (newest, total - max(window - -(-packed[0].sink // size), 0))]
 
 
 def groups_of(layout: KVLayout, tokens: int, itemsize: int = 2, quantized: bool = False) -> Groups | BudgetedGroups:

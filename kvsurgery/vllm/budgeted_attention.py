@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvsurgery.templates.kv_layout import LayerLayout, Selection
 from kvsurgery.vllm.budgeted import Bin
@@ -16,13 +18,18 @@ from kvsurgery.vllm.budgeted_spec import BudgetedSpec
 
 
 class BudgetedAttention(Attention):
-    """Attention of a KV head that keeps `budget` tokens of a prompt, the prompt's last ones, and all later tokens."""
+    """Attention of a KV head that keeps `budget` tokens of a prompt, the prompt's last ones, and all later tokens.
+
+    `size` is its tokens of a block, None where they are the engine's.
+    """
 
     backend: type = BudgetedBackend
 
-    def __init__(self, *args: Any, budget: int, selection: Selection, bin: Bin, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, budget: int, selection: Selection, bin: Bin, size: int | None, **options: Any
+    ) -> None:
         super().__init__(*args, attn_backend=self.backend, **options)
-        self.budget, self.selection, self.bin = budget, selection, bin
+        self.budget, self.selection, self.bin, self.size = budget, selection, bin, size
         # queries of prompts that come in chunks, by the first block of the request, which no other has: blocks of these
         # groups are not shared. What a cancelled prompt leaves is smaller than the block.
         self.waiting: dict[int, torch.Tensor] = {}
@@ -34,7 +41,9 @@ class BudgetedAttention(Attention):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """The cache of this head."""
-        return BudgetedSpec.of(super().get_kv_cache_spec(vllm_config), self.bin)
+        stock = super().get_kv_cache_spec(vllm_config)
+        assert isinstance(stock, AttentionSpec)
+        return BudgetedSpec.of(replace(stock, block_size=self.size or stock.block_size), self.bin)
 
 
 class BudgetedHeads(nn.Module):

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from kvsurgery.templates.kv_codes import Rounding
-from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.vllm.budgeted import Bin
 from kvsurgery.vllm.budgeted_attention import BudgetedAttention
 from kvsurgery.vllm.budgeted_cpu import BudgetedBuilder, BudgetedImpl, Reading
@@ -159,14 +159,16 @@ class BudgetedCodesImpl(BudgetedImpl, CodesImpl):
         assert value is not None
         newest: NewestBudgets = get_forward_context().attn_metadata[layer.newest.layer_name]
         count, cache = len(newest.slots.slots), layer.newest.kv_cache
-        query, states = self._rotated(layer.quantization, query[:count], key[:count], value[:count])
+        query = self._rotated_query(layer.quantization, query[:count])
+        states = self._stored_form(layer.quantization, key[:count], value[:count])
         rows_of(cache).index_copy_(0, newest.slots.rows(cache), states[:, 0])
         for request in newest.reading:
             self._read_prompt(layer, request, query, cache, output)
             read = slice(request.start, request.start + min(request.prompt, request.total) - request.past)
             output[read] = self._rotated_back(layer.quantization, output[read])
         step, newest_step = attn_metadata.of(layer.budget, layer.selection.window, layer.newest.tiling, newest)
-        self._pack_and_attend(layer, query, kv_cache, newest_step, step, output)
+        self._pack(layer, kv_cache, newest_step, step)
+        self._attend_to_both(layer, query, kv_cache, newest_step, step, output)
         return output
 
     def _move(self, layer: Any, request: Reading, tokens: torch.Tensor, first: int, kv_cache: torch.Tensor) -> None:
@@ -216,7 +218,7 @@ class BudgetedCodes(BudgetedAttention):
         prefix: str,
         **options: Any,
     ) -> None:
-        super().__init__(*args, bin=bin, prefix=prefix, **options)
+        super().__init__(*args, bin=bin, size=TILE, prefix=prefix, **options)
         self.quantization = quantization
         self.round_keys = round_keys
         unused = {"budget", "selection"}

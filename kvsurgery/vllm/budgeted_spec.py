@@ -33,7 +33,7 @@ class WholePromptSpec(AttentionSpec):
 
     def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
         """Whether these may share a cache group: budgeted heads of one bin."""
-        return all(spec == self for spec in kv_cache_specs.values())
+        return all(isinstance(spec, type(self)) and spec.bin == self.bin for spec in kv_cache_specs.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,14 @@ from kvsurgery.vllm.tiles import Tiling
 
 
 class NewestAttention(Attention):
-    """Only a cache: of the first tokens of heads, and of the newest ones, in the model's dtype."""
+    """Only a cache: of the first tokens of heads, and of the newest ones, in the model's dtype.
 
-    def __init__(self, *args: Any, tiling: Tiling, bin: int, size: int, **options: Any) -> None:
+    `window`, `bin` and `size` are the fields of its `SinkWindowSpec`, and its tokens of a block.
+    """
+
+    def __init__(self, *args: Any, tiling: Tiling, window: int, bin: int, size: int, **options: Any) -> None:
         super().__init__(*args, attn_backend=NewestBackend, **options)
-        self.tiling, self.bin, self.size = tiling, bin, size
+        self.tiling, self.window, self.bin, self.size = tiling, window, bin, size
 
     def get_kv_cache_spec(self, vllm_config: Any) -> SinkWindowSpec:
         """Sinks and a window, in blocks of `size` tokens."""
@@ -27,7 +30,7 @@ class NewestAttention(Attention):
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=self.kv_cache_torch_dtype,
-            sliding_window=self.tiling.newest,
+            sliding_window=self.window,
             sink=self.tiling.sink,
             bin=self.bin,
         )
@@ -41,6 +44,7 @@ class CodesAttention(Attention):
         *args: Any,
         quantization: Quantization,
         round_keys: Rounding,
+        window: int,
         bin: int,
         size: int,
         prefix: str,
@@ -49,7 +53,7 @@ class CodesAttention(Attention):
         super().__init__(*args, attn_backend=CodesBackend, prefix=prefix, **options)
         self.quantization, self.tiling, self.round_keys = quantization, Tiling.of(quantization), round_keys
         self.newest = NewestAttention(
-            *args, tiling=self.tiling, bin=bin, size=size, prefix=f"{prefix}.newest", **options
+            *args, tiling=self.tiling, window=window, bin=bin, size=size, prefix=f"{prefix}.newest", **options
         )
 
     def get_kv_cache_spec(self, vllm_config: Any) -> CodesSpec:

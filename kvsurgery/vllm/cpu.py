@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -23,30 +23,23 @@ QUERIES = 128  # new tokens of a request that attend at a time: more would gathe
 GATHERED = 1 << 14  # keys of a head that are gathered at a time
 
 
-class FullImpl(CPUAttentionBackendImpl):
-    """The stock attention, in blocks that may have held the states of linear attention."""
+class FullBuilder(CPUAttentionMetadataBuilder):
+    """The stock builder, for blocks that may have held codes, or the states of linear attention."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.clears = get_current_vllm_config().model_config.is_hybrid
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CPUAttentionMetadata:
+        """The stock metadata of a step, after setting a block to 0 where the first of its slots gets a token.
 
-    def do_kv_cache_update(
-        self,
-        layer: torch.nn.Module,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Store new tokens, after setting a block to 0 where the first of its slots gets a token.
-
-        The kernel multiplies the values of empty slots by 0, and bytes of a state may read as NaN. vLLM clears new
-        blocks on a CPU only where all layers of a cache group have as many heads.
+        The kernel multiplies the values of empty slots by 0, and other bytes may read as NaN. vLLM clears new blocks on
+        a CPU only where all layers of a cache group have as many heads.
         """
-        if self.clears:
-            size = kv_cache.shape[2]
-            kv_cache.index_fill_(0, slot_mapping[slot_mapping % size == 0] // size, 0)
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        slots = common_attn_metadata.slot_mapping[: common_attn_metadata.num_actual_tokens]
+        new_blocks = slots[slots % self.block_size == 0] // self.block_size
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            layers[name].kv_cache.index_fill_(0, new_blocks, 0)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
 
 class FullBackend(CPUAttentionBackend):
@@ -55,8 +48,8 @@ class FullBackend(CPUAttentionBackend):
     The stock kernels take such strides, though their backend does not say so.
     """
 
-    impl: type[CPUAttentionBackendImpl] = FullImpl
-    builder: type[AttentionMetadataBuilder] = CPUAttentionMetadataBuilder
+    impl: type[CPUAttentionBackendImpl] = CPUAttentionBackendImpl
+    builder: type[AttentionMetadataBuilder] = FullBuilder
 
     @classmethod
     def get_impl_cls(cls) -> type[CPUAttentionBackendImpl]:

@@ -128,8 +128,8 @@ class CodesImpl(CPUAttentionBackendImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: CodesStep | None,
         output: torch.Tensor,
@@ -140,33 +140,49 @@ class CodesImpl(CPUAttentionBackendImpl):
 
         Args:
             query, output: [tokens, query_heads, head_dim]
-            key, value: [tokens, heads, head_dim]
+            key, value: [tokens, heads, head_dim]; None for queries of a layer that shares these caches
             kv_cache: [blocks, heads, 1, bytes]
         """
         if attn_metadata is None:  # a step without requests, to measure memory
             return output
         newest: NewestStep = get_forward_context().attn_metadata[layer.newest.layer_name]
         count = newest.tokens
-        query, states = self._rotated(layer.quantization, query[:count], key[:count], value[:count])
-        cache = layer.newest.kv_cache
-        rows_of(cache).index_copy_(0, newest.slots.rows(cache), states.flatten(0, 1))
-        self._pack_and_attend(layer, query, kv_cache, newest, attn_metadata, output)
+        if key is not None and value is not None:
+            cache, states = layer.newest.kv_cache, self._stored_form(layer.quantization, key[:count], value[:count])
+            rows_of(cache).index_copy_(0, newest.slots.rows(cache), states.flatten(0, 1))
+            self._pack(layer, kv_cache, newest, attn_metadata)
+        query = self._rotated_query(layer.quantization, query[:count])
+        self._attend_to_both(layer, query, kv_cache, newest, attn_metadata, output)
         return output
 
-    def _rotated(
-        self, quantization: Quantization, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, and keys and values side by side, as they are stored."""
-        rotates_keys, rotates_values = quantization.rotate == "both", quantization.rotate != "none"
-        key = rotated(key, rotates_keys * self.num_kv_heads)
-        value = rotated(value, rotates_values * self.num_kv_heads)
-        return rotated(query, rotates_keys * query.shape[1]), torch.cat((key, value), -1)
+    def _rotated_query(self, quantization: Quantization, query: torch.Tensor) -> torch.Tensor:
+        """Queries [tokens, query_heads, head_dim] as the keys are that they meet."""
+        return rotated(query, (quantization.rotate == "both") * query.shape[1])
+
+    def _stored_form(self, quantization: Quantization, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Keys and values [tokens, heads, head_dim] side by side, as they are stored."""
+        key = rotated(key, (quantization.rotate == "both") * self.num_kv_heads)
+        value = rotated(value, (quantization.rotate != "none") * self.num_kv_heads)
+        return torch.cat((key, value), -1)
 
     def _rotated_back(self, quantization: Quantization, attended: torch.Tensor) -> torch.Tensor:
         """Attention [tokens, query_heads, head_dim] to values as they came."""
         return rotated(attended, (quantization.rotate != "none") * attended.shape[1], back=True)
 
-    def _pack_and_attend(
+    def _stored(self, layer: Any, places: Places) -> torch.Tensor:
+        """Keys and values of newest tokens: [requests, heads, tokens, 2 * head_dim]."""
+        cache = layer.newest.kv_cache
+        states = rows_of(cache).index_select(0, places.rows(cache))
+        return states.view(len(places.slots), self.num_kv_heads, -1, 2 * self.head_size)
+
+    def _pack(self, layer: Any, kv_cache: torch.Tensor, newest: NewestStep, step: CodesStep) -> None:
+        """Pack the tiles of a step."""
+        if len(step.due):
+            states = self._stored(layer, newest.due).split(self.head_size, -1)
+            tiles = quantize(*states, layer.quantization, layer.round_keys)
+            kv_cache[:, :, 0].index_copy_(0, step.due, to_page(tiles))
+
+    def _attend_to_both(
         self,
         layer: Any,
         query: torch.Tensor,
@@ -175,23 +191,14 @@ class CodesImpl(CPUAttentionBackendImpl):
         step: CodesStep,
         output: torch.Tensor,
     ) -> None:
-        """Pack the tiles of a step, and write the attention of queries that are rotated as the keys are."""
+        """Write the attention, to tiles and newest tokens, of queries that are rotated as the keys are."""
         quantization, heads, size = layer.quantization, self.num_kv_heads, self.head_size
-        cache, pages = layer.newest.kv_cache, kv_cache[:, :, 0]
-        rows = rows_of(cache)
-
-        def stored(places: Places) -> torch.Tensor:
-            """[requests, heads, tokens, 2 * head_dim]"""
-            states = rows.index_select(0, places.rows(cache))
-            return states.view(len(places.slots), heads, -1, 2 * size)
-
-        if len(step.due):
-            tiles = quantize(*stored(newest.due).split(size, -1), quantization, layer.round_keys)
-            pages.index_copy_(0, step.due, to_page(tiles))
+        pages = kv_cache[:, :, 0]
         for piece, keys, blocks in zip(step.plan.pieces, newest.pieces, step.pieces, strict=True):
             queries = query[piece.batch].view(-1, piece.new, heads, self.num_queries_per_kv, size)
             folded_query = queries.permute(0, 2, 3, 1, 4).flatten(2, 3).float()
-            attended = self._attend_to_tiles(folded_query, stored(keys), pages, blocks, piece, quantization)
+            states = self._stored(layer, keys)
+            attended = self._attend_to_tiles(folded_query, states, pages, blocks, piece, quantization)
             attended = attended.transpose(1, 2).reshape(len(piece.batch), -1, size)
             output[piece.batch] = self._rotated_back(quantization, attended).to(output.dtype)
 

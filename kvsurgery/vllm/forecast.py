@@ -111,8 +111,7 @@ def ignored(config: Any, codes: bool = False) -> Iterator[str]:
     """What vLLM leaves out of a converted config that it serves, a line each; `codes` are in its pages on a CPU."""
     section: Mapping[str, Any] = setting(config, "kv_surgery")
     if section.get("quantization") and not codes:
-        on_cpus = holds_codes(KVLayout.from_config(config)) and not is_stateful(config)
-        exception = ", except on a CPU with a cache of the model's dtype" * on_cpus
+        exception = ", except on a CPU with a cache of the model's dtype" * holds_codes(KVLayout.from_config(config))
         yield (
             f"vLLM ignores the quantized cache (`cache.bits`) and stores 16 bit{exception}; use transformers with "
             "trust_remote_code=True to save these bytes"
@@ -177,11 +176,6 @@ def _check_budgets(layout: KVLayout) -> None:
         raise ValueError(
             "vLLM cannot serve budgets that hold after the prompt: a later token has the slot of its position, and a "
             f"later selection would move tokens out of theirs; convert without `budgeted.hold`, {ELSEWHERE}"
-        )
-    if layout.quantization and not holds_codes(layout):
-        raise ValueError(
-            "vLLM serves budgeted heads with a quantized cache only where all full and budgeted heads are quantized; "
-            f"convert without `cache.bits`, {ELSEWHERE}"
         )
     sinks = max((layer.quantization.sink for layer in layout.layers if layer.quantization), default=0)
     if any(

@@ -9,7 +9,9 @@ from functools import cached_property
 from itertools import count
 from typing import ClassVar
 
-from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
+from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout, Quantization
+
+KERNEL_BLOCK = 32  # tokens; vLLM's kernels for a CPU take blocks of as many, or of a multiple
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,14 @@ class Groups:
     """Cache groups of a model: full heads, bins of streaming heads, and the model's own windows.
 
     If the tiles of full heads are `quantized`, there are also bins of their newest tokens, and a block of full heads is
-    a tile; widths of codes may differ by layer.
+    a tile; widths of codes may differ by layer. Layers without codes are in the same group, with the tokens of a tile
+    in the model's dtype.
 
     Attributes:
         tokens: tokens of a block, if there are no tiles.
         itemsize: bytes of an element that is not quantized.
         quantized: whether the full heads are stored in tiles.
+        state: bytes of the largest state of a layer, such as one of linear attention, which a block holds too.
     """
 
     others: ClassVar = "streaming"  # the heads that are not full
@@ -146,6 +150,7 @@ class Groups:
     tokens: int
     itemsize: int = 2
     quantized: bool = False
+    state: int = 0
 
     @cached_property
     def size(self) -> int:
@@ -158,9 +163,19 @@ class Groups:
         fitting = min(
             layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize) // self._token_bytes(layer)
             for layer in self.layout.layers
-            if layer.quantization
+            if layer.quantization and layer.quantized_heads
         )
         return 1 << fitting.bit_length() - 1
+
+    @property
+    def native_size(self) -> int:
+        """Tokens of a block of the model's own windows, which vLLM's kernels read."""
+        return max(self.size, KERNEL_BLOCK) if self.quantized else self.tokens
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """A quantization of the heads, all of which have the same sinks and residual."""
+        return next((layer.quantization for layer in self.layout.layers if layer.quantized_heads), None)
 
     def _head_dim(self, layer: LayerLayout) -> int:
         return layer.head_dim or self.layout.head_dim
@@ -176,8 +191,9 @@ class Groups:
             heads: attribute of the layer with the number of heads: "full", "streaming" or "heads".
             native: whether to count layers with a window of the model's own, or those without.
         """
+        size = self.native_size if native else self.size
         return [
-            getattr(layer, heads) * self._token_bytes(layer) * self.size if layer.native == native else 0
+            getattr(layer, heads) * self._token_bytes(layer) * size if layer.native == native else 0
             for layer in self.layout.layers
         ]
 
@@ -187,22 +203,26 @@ class Groups:
         if not self.quantized:
             return self._pages("full")
         return [
-            layer.full * layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize)
-            if layer.quantization
-            else 0
+            layer.full
+            * (
+                layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize)
+                if layer.quantization
+                else TILE * self._token_bytes(layer)
+            )
             for layer in self.layout.layers
         ]
 
     @cached_property
     def _newest(self) -> list[int]:
-        """Width of the newest tokens of each layer's full heads."""
-        return self._pages("full") if self.quantized else [0] * len(self.layout.layers)
+        """Width of the newest tokens of each layer's full heads, where older ones are in tiles."""
+        pages = zip(self._pages("full"), self.layout.layers, strict=True)
+        return [page if self.quantized and layer.quantization else 0 for page, layer in pages]
 
     @property
     def _limit(self) -> int:
-        """Width of a block that fits all full heads of the model, and the other heads of any one layer."""
+        """Width of a block that fits all full heads of the model, the other heads of any one layer, and any state."""
         others = (*self._newest, *self._pages("streaming"), *self._pages("heads", native=True))
-        return max(sum(self._full), *others)
+        return max(sum(self._full), self.state, *others)
 
     @cached_property
     def _bins(self) -> tuple[list[int], list[int]]:
@@ -264,30 +284,30 @@ class Groups:
         """vLLM's plan, and the numbers of groups of full heads, streaming heads, newest tokens and own windows."""
         return self._planned(*self._bins)
 
-    def window(self, layer: LayerLayout) -> int:
-        """Tokens of the window that vLLM keeps for a layer's streaming heads: `recent` or slightly more.
+    def window(self, recent: int) -> int:
+        """Tokens of the window that vLLM keeps where streaming heads, or tiles, need the latest `recent`.
 
-        vLLM groups windows of the same length, and the stock manager, which frees sinks, may get the group. So the
-        length must differ from the model's own windows, including Cohere 2's, which are one token longer in vLLM.
+        It is as long or slightly longer: vLLM groups windows of the same length, and the stock manager, which frees
+        sinks, may get the group. So the length must differ from the model's own windows, including Cohere 2's, which
+        are one token longer in vLLM.
         """
         native_windows = {layer.recent for layer in self.layout.layers if layer.native}
-        return next(tokens for tokens in count(layer.recent) if not {tokens, tokens - 1} & native_windows)
+        return next(tokens for tokens in count(recent) if not {tokens, tokens - 1} & native_windows)
 
     def held(self, tokens: int, in_flight: int = 1) -> list[tuple[Bucket, int]]:
         """Each bucket, with the blocks that a group of it holds of a sequence while `in_flight` tokens are computed."""
 
-        def window(sink: int, recent: int) -> int:
-            return _window_blocks(tokens, self.size, sink, recent, in_flight)
-
         full = -(-tokens // (TILE if self.quantized else self.size))
         streaming = newest = native = 0
         if layer := next((layer for layer in self.layout.layers if not layer.native and layer.streaming), None):
-            streaming = window(layer.sink, self.window(layer))
-        if self.quantized and (quantization := self.layout.quantization):
-            newest = window(quantization.sink, quantization.residual + TILE)
+            streaming = _window_blocks(tokens, self.size, layer.sink, self.window(layer.recent), in_flight)
+        if self.quantized and (quantization := self.quantization):
+            window = self.window(quantization.residual + TILE)
+            newest = _window_blocks(tokens, self.size, quantization.sink, window, in_flight)
         if layer := next((layer for layer in self.layout.layers if layer.native), None):
             # a chunk starts on a block boundary
-            native = window(0, layer.recent - self.size * layer.chunked)
+            size = self.native_size
+            native = _window_blocks(tokens, size, 0, layer.recent - size * layer.chunked, in_flight)
         kinds = zip(self._kinds(*self._bins), (full, streaming, newest, native), strict=True)
         return [(bucket, blocks) for buckets, blocks in kinds for bucket in buckets]
 
@@ -299,7 +319,7 @@ class Groups:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return self.planned[0].width
+        return max(self.planned[0].width, self.state)
 
     @property
     def token_bytes(self) -> int:

@@ -17,7 +17,6 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
     return (
         holds_codes(layout)
         and current_platform.is_cpu()
-        and not model.is_hybrid
         and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         and vllm_config.cache_config.cache_dtype in ("auto", str(model.dtype).removeprefix("torch."))
     )
@@ -26,16 +25,13 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
 def holds_codes(layout: KVLayout) -> bool:
     """Whether pages hold the tiles of these heads.
 
-    They do where all full and budgeted heads are quantized, with the same sinks and residual, and no layer has a window
-    of the model's own; widths may differ. Others have not been shown to give the emitted model's tokens.
+    They do where all quantized heads have the same sinks and residual, and are full or budgeted; widths may differ.
+    Others have not been shown to give the emitted model's tokens. Where the model attends in chunks, vLLM's prefix cache
+    needs blocks of equally many tokens for all layers.
     """
     unpacked = {
-        layer.quantization and (layer.quantization.sink, layer.quantization.residual)
+        (layer.quantization.sink, layer.quantization.residual)
         for layer in layout.layers
-        if layer.full or layer.budgets
+        if layer.quantization and layer.quantized_heads
     }
-    return (
-        len(unpacked) == 1
-        and None not in unpacked
-        and not any(layer.native or layer.quantized_window or layer.source is not None for layer in layout.layers)
-    )
+    return len(unpacked) == 1 and not any(layer.quantized_window or layer.chunked for layer in layout.layers)

@@ -47,7 +47,10 @@ class SinkWindowSpec(SlidingWindowSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class CodesSpec(FullAttentionSpec):
-    """Packed tiles of full heads, a tile a block: bytes that vLLM does not look into."""
+    """Packed tiles of full heads, a tile a block: bytes that vLLM does not look into.
+
+    Full heads of layers without codes share the cache group, in blocks of as many tokens.
+    """
 
     @classmethod
     def of(cls, heads: int, head_dim: int, itemsize: int, quantization: Quantization) -> CodesSpec:
@@ -57,7 +60,7 @@ class CodesSpec(FullAttentionSpec):
             num_kv_heads=heads,
             head_size=head_dim,
             dtype=torch.uint8,
-            tokens_per_state=TILE,
+            tokens_per_state=-1,  # one state a block, in which prefixes may end
             state_content_bytes=quantization.tile_bytes(head_dim, itemsize),
         )
 
@@ -88,5 +91,5 @@ class ChunkSpec(ChunkedLocalAttentionSpec):
 # the first registration of a spec keeps vLLM from registering its own
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager, uniform_type_base_spec=SinkWindowSpec)
-KVCacheSpecRegistry.register(CodesSpec, FullAttentionManager, uniform_type_base_spec=CodesSpec)
+KVCacheSpecRegistry.register(CodesSpec, FullAttentionManager, uniform_type_base_spec=FullAttentionSpec)
 KVCacheSpecRegistry.register(ChunkSpec, ChunkedLocalAttentionManager, uniform_type_base_spec=ChunkSpec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_codes import nearest
-from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
+from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
 from kvsurgery.vllm.budgeted import Bin, BudgetedGroups
 from kvsurgery.vllm.forecast import BLOCK, Forecast
@@ -23,6 +25,7 @@ from kvsurgery.vllm.groups import Groups
 from kvsurgery.vllm.limits import logger
 from kvsurgery.vllm.quantized import in_pages
 from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
+from kvsurgery.vllm.tiles import Tiling
 
 LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more than windows do
 
@@ -85,7 +88,7 @@ class SplitAttention(nn.Module):
 
         Args:
             query: [tokens, query_heads * head_dim]
-            key, value: [tokens, kv_heads * head_dim]; None in a layer that shares the KV cache of an earlier one
+            key, value: [tokens, kv_heads * head_dim]; None for queries of a layer that shares this layer's KV cache
             output_shape: that of the result, which Hunyuan 3 passes as None
 
         Returns:
@@ -112,11 +115,30 @@ class SplitAttention(nn.Module):
         return states.view(len(states), self.heads, -1).index_select(1, order).flatten(1)
 
 
+class SharedAttention(nn.Module):
+    """Attention of a layer to the KV cache of an earlier one, by the attention of that layer.
+
+    vLLM's own sharing does not know cache groups whose layers differ in width.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.source = (source,)  # a tuple, as this module has no part of it
+
+    def forward(self, query: torch.Tensor, *states: torch.Tensor | None) -> torch.Tensor:
+        """Attention of new tokens [tokens, query_heads * head_dim], whose keys and values are not stored."""
+        (source,) = self.source
+        return source(query, None, None)
+
+
 def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> None:
     """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
     size, itemsize = vllm_config.cache_config.block_size or BLOCK, vllm_config.model_config.dtype.itemsize
     quantized = in_pages(layout, vllm_config)
-    groups = Groups(layout, size, itemsize, quantized)
+    states = [module.get_kv_cache_spec(vllm_config) for module in model.modules() if isinstance(module, MambaBase)]
+    groups = Groups(
+        layout, size, itemsize, quantized, max((spec.page_size_bytes for spec in states if spec), default=0)
+    )
     budgeted = BudgetedGroups(layout, size, itemsize, quantized)
     attentions: list[tuple[nn.Module, str, Attention]] = [
         (parent, name, child)
@@ -124,9 +146,15 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
         for name, child in parent.named_children()
         if type(child) in (Attention, ChunkedLocalAttention)
     ]
+    replaced: dict[str, nn.Module] = {}  # what attends in the place of each stock attention
     for parent, name, attention in attentions:
+        replaced[attention.layer_name] = attention
+        if source := attention.kv_sharing_target_layer_name:
+            del vllm_config.compilation_config.static_forward_context[attention.layer_name]
+            setattr(parent, name, SharedAttention(replaced[source]))
+            continue
         index = extract_layer_index(attention.layer_name)
-        layer = layout.attended[index]
+        layer = layout.layers[index]
         window = (
             attention.attention_chunk_size if isinstance(attention, ChunkedLocalAttention) else attention.sliding_window
         )
@@ -139,10 +167,13 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
         if layer.native:
             attention.attn_backend = full_backend(attention)
             if isinstance(attention, ChunkedLocalAttention):
-                _give_bin(attention, groups.native[index])
+                _change_spec(attention, partial(ChunkSpec.of, bin=groups.native[index]))
+            if groups.quantized:
+                _change_spec(attention, partial(replace, block_size=groups.native_size))
             continue
         bins = [budgeted.bins[index, head] for head in range(len(layer.budgets))]
-        setattr(parent, name, _split(attention, index, groups, bins, vllm_config))
+        replaced[attention.layer_name] = split = _split(attention, index, groups, bins, vllm_config)
+        setattr(parent, name, split)
     _prepare_mamba(model, vllm_config)
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if split_modules:
@@ -164,13 +195,13 @@ def _prepare_mamba(model: nn.Module, vllm_config: Any) -> None:
     )
 
 
-def _give_bin(attention: ChunkedLocalAttention, bin: int) -> None:
-    """Let vLLM put chunks of the model's own only into a cache group with those of the same bin."""
-    stock_spec = attention.get_kv_cache_spec
+def _change_spec(attention: Attention, change: Callable[[Any], Any]) -> None:
+    """Change what an attention asks of vLLM's planner, where vLLM may free blocks."""
+    earlier_spec = attention.get_kv_cache_spec
 
     def get_kv_cache_spec(vllm_config: Any) -> Any:
-        spec = stock_spec(vllm_config)
-        return spec if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager else ChunkSpec.of(spec, bin)
+        spec = earlier_spec(vllm_config)
+        return spec if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager else change(spec)
 
     attention.get_kv_cache_spec = get_kv_cache_spec
 
@@ -206,7 +237,7 @@ def _announce(split_modules: list[SplitAttention], groups: Groups | BudgetedGrou
 
 def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vllm_config: Any) -> SplitAttention:
     """Two attentions in the place of a layer's stock one, with its settings; budgeted heads are in bins."""
-    layer = groups.layout.attended[index]
+    layer = groups.layout.layers[index]
     group = attention.num_heads // attention.num_kv_heads
     settings = {
         "head_size": attention.head_size,
@@ -216,7 +247,6 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
         "logits_soft_cap": attention.impl.logits_soft_cap or None,
     }
     full_sinks, streaming_sinks = learned_sinks(attention, layer)
-    source = attention.kv_sharing_target_layer_name
     del vllm_config.compilation_config.static_forward_context[attention.layer_name]
     full = streaming = None
     if layer.full:
@@ -233,26 +263,24 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
             full = CodesAttention(
                 quantization=layer.quantization,
                 round_keys=layer.round_keys.part(0, layer.full) if layer.round_keys else nearest,
+                window=groups.window(Tiling.of(layer.quantization).newest),
                 bin=groups.newest[index],
                 size=groups.size,
                 **options,
             )
         else:
-            full = Attention(
-                attn_backend=full_backend(attention),
-                kv_sharing_target_layer_name=source and f"{source}.full",
-                **options,
-            )
+            full = Attention(attn_backend=full_backend(attention), **options)
+            if groups.quantized:
+                _change_spec(full, partial(replace, block_size=TILE))
     if layer.streaming:
         streaming = StreamingAttention(
             num_heads=layer.streaming * group,
             num_kv_heads=layer.streaming,
             prefix=f"{attention.layer_name}.streaming",
             attn_backend=streaming_backend(),
-            kv_sharing_target_layer_name=source and f"{source}.streaming",
             sink=layer.sink,
             recent=layer.recent,
-            window=groups.window(layer),
+            window=groups.window(layer.recent),
             bin=groups.streaming[index],
             size=groups.size if groups.quantized else None,
             **streaming_sinks,
@@ -262,8 +290,9 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
         from kvsurgery.vllm.budgeted_attention import BudgetedAttention, BudgetedHeads
         from kvsurgery.vllm.budgeted_codes import BudgetedCodes
 
-        kinds: list[Any] = [BudgetedAttention] * len(layer.budgets)
-        if groups.quantized:
+        size = TILE if groups.quantized else None
+        kinds: list[Any] = [partial(BudgetedAttention, size=size)] * len(layer.budgets)
+        if groups.quantized and layer.quantization:
             codes = partial(BudgetedCodes, quantization=layer.quantization, size=groups.size)
             kinds = [
                 partial(codes, round_keys=layer.round_keys.part(place, 1) if layer.round_keys else nearest)

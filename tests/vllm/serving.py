@@ -175,12 +175,12 @@ def assert_equal(got: Generated, wanted: Generated, tolerance: float = 1e-3) -> 
 
 
 def fill_caches(llm: LLM, value: float) -> None:
-    """Set all keys, values and states that vLLM holds to a value."""
+    """Set all keys, values and states that vLLM holds to a value, and the bytes of all codes to their largest."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     for layer in layers:
         cache = getattr(layer, "kv_cache", ())  # experts have none
         for part in [cache] if isinstance(cache, torch.Tensor) else cache:
-            part.fill_(value)
+            part.fill_(value if part.is_floating_point() else 255)
 
 
 def pool(llm: LLM) -> Any:
@@ -198,10 +198,15 @@ def assert_held_as_forecast(llm: LLM, layout: KVLayout, prompt: list[int], quant
         llm.llm_engine.step()
         held.append(free - pool(llm).get_num_free_blocks())
     cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
-    block = cache.kv_cache_tensors[0].size // cache.num_blocks
-    assert held[-2] * block == BudgetedGroups(layout, BLOCK, 4, quantized).sequence_bytes(len(prompt))
+    assert held[-2] * block_bytes(llm) == BudgetedGroups(layout, BLOCK, 4, quantized).sequence_bytes(len(prompt))
     sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
     assert max(held) == sum(math.ceil(len(prompt) / size) for size in sizes)  # while the prompt is read
+
+
+def block_bytes(llm: LLM) -> int:
+    """Bytes of a block of an engine in this process."""
+    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    return cache.kv_cache_tensors[0].size // cache.num_blocks
 
 
 def cached_tokens(llm: LLM) -> int:

@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvsurgery.vllm.budgeted_codes import BudgetedCodes
 from kvsurgery.vllm.codes import CodesAttention
+from kvsurgery.vllm.groups import Groups
 from tests.helpers.families import make
 from tests.helpers.losses import losses
 from tests.helpers.surgery import Converted, random_profile
+from tests.vllm.models import MODELS
 from tests.vllm.serving import (
+    BLOCK,
     BUDGETED,
     LARGE_HEADS,
     Generated,
     assert_equal,
     assert_held_as_forecast,
+    block_bytes,
     cached_tokens,
     converted,
     engine,
@@ -30,6 +35,7 @@ from tests.vllm.serving import (
     reference,
     reference_by_token,
 )
+from tests.vllm.substitutes import substitute
 
 # a state on the border of two codes may get either, as sums of another order, by processor, differ in their last bits
 TOLERANCE = 1e-1
@@ -57,11 +63,17 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "budgets": {**BUDGETED, "kv_bits": 4},
     "budgets k3v2": {**BUDGETED, "kv_bits": "k3v2", "sparsity": 1, "kv_residual": 0, "select": "value-norm"},
     "by layer": {"kv_bits": 4, "sparsity": 0.5, "kv_residual": 32},
+    "some layers": {"kv_bits": 4, "sparsity": 0.3, "kv_residual": 32},
+    "budgets in some layers": {**BUDGETED, "kv_bits": 4, "kv_residual": 32},
     "by the queries": {"kv_bits": 3, "sparsity": 0.5, "kv_residual": 32, "kv_rounding": "queries"},
     "budgets by the queries": {**BUDGETED, "kv_bits": 3, "kv_rounding": "queries"},
 }
-# as `--kv-bits auto` has them: the first layer has no full heads
-BY_LAYER = {"bits": [None, 8, 3, "k3v2"], "clip": [None, False, True, True]}
+BY_LAYER: dict[str, dict[str, list]] = {
+    # as `--kv-bits auto` has them: the first layer has no full heads
+    "by layer": {"bits": [None, 8, 3, "k3v2"], "clip": [None, False, True, True]},
+    "some layers": {"bits": [None, None, 8, 4]},
+    "budgets in some layers": {"bits": [None, 8, 4, None]},
+}
 
 
 @pytest.mark.parametrize("kind", WIDTHS)
@@ -73,10 +85,10 @@ def test_errors_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> Non
         losses(profile.model, rounded=True).save(tmp_path / "losses.safetensors")
         options = {"kv_measured": str(tmp_path / "losses.safetensors")}
     checkpoint = converted("llama", tmp_path / "quantized", **WIDTHS[kind], **options)
-    if kind == "by layer":
+    if kind in BY_LAYER:
         path = checkpoint.folder / "config.json"
         config = json.loads(path.read_text())
-        config["kv_surgery"]["quantization"] |= BY_LAYER
+        config["kv_surgery"]["quantization"] |= BY_LAYER[kind]
         path.write_text(json.dumps(config))
     unquantized = {name: value for name, value in WIDTHS[kind].items() if not name.startswith("kv_")}
     exact = converted("llama", tmp_path / "exact", **unquantized)
@@ -118,6 +130,37 @@ def test_tokens_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> Non
         assert codes(llm)
         assert_equal(generate(llm, rows, NEW), reference(checkpoint.model, rows, NEW), TOLERANCE)
         assert_equal(generate(llm, [long], 30), [reference_by_token(checkpoint.model, long, 30)], TOLERANCE)
+
+
+# what lies in vLLM's own dtype beside codes, by the family that has it
+BESIDE = {
+    "gemma3": "windows of the model's own",
+    "gemma4-shared": "queries of later layers",
+    "qwen3_next": "states of linear attention",
+}
+
+
+@pytest.mark.parametrize("family", BESIDE, ids=[*BESIDE.values()])
+def test_codes_beside(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    substitute(monkeypatch)
+    checkpoint = converted(family, tmp_path, model=MODELS[family], kv_bits=4, kv_residual=32)
+    rows, long = prompts(lengths=SHORT)[:3:2], prompts(lengths=(430, 5))[0]
+    with engine(checkpoint.folder, max_num_batched_tokens=96) as llm:
+        assert codes(llm)
+        assert block_bytes(llm) == Groups(checkpoint.policy.layout, BLOCK, 4, True, state_bytes(llm)).block_bytes
+        fill_caches(llm, float("nan"))  # what a block held before is not read
+        assert_equal(generate(llm, rows, NEW), reference(checkpoint.model, rows, NEW), TOLERANCE)
+        wanted = [reference_by_token(checkpoint.model, long, 30)]
+        for _ in range(2):
+            assert_equal(generate(llm, [long], 30), wanted, TOLERANCE)
+        assert cached_tokens(llm) >= 256
+
+
+def state_bytes(llm: Any) -> int:
+    """Bytes of the states of linear attention in a layer, as vLLM pads them."""
+    groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+    specs = (group.kv_cache_spec for group in groups)
+    return max((spec.page_size_bytes for spec in specs if isinstance(spec, MambaSpec)), default=0)
 
 
 def test_tokens_do_not_depend_on_chunks_hits_preemption_or_company(tmp_path: Path) -> None:

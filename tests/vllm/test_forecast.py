@@ -81,9 +81,7 @@ def test_models_whose_layers_have_states_beside_their_heads(stateful: dict) -> N
         assert expected in limit
     [limit] = serving_limits({**budgets, **stateful})
     assert "budgeted heads only in models whose layers have no states" in limit
-    [limit] = serving_limits({**quantized, **stateful})
-    assert "vLLM ignores the quantized cache" in limit
-    assert "CPU" not in limit
+    assert serving_limits({**quantized, **stateful}) == serving_limits(quantized)
 
 
 def test_what_vllm_cannot_serve() -> None:

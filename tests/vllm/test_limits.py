@@ -32,7 +32,7 @@ from tests.vllm.serving import converted, engine
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
 BUDGETS = {"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}
 NATIVE = {"blocks": [[0, 4]], "sink": 0, "recent": 8, "native": True}
-TILES = asdict(Quantization(8)) | {"bits": [8, None]}  # pages hold no codes where a layer has none
+TILES = asdict(Quantization(8)) | {"sink": [4, 8]}  # pages hold no codes where sinks differ
 BIDIRECTIONAL = {"use_bidirectional_attention": "vision"}
 
 
@@ -87,10 +87,6 @@ REFUSED = {
     "budgets that hold": (
         settings({**BUDGETS, "selection": {**SELECTION, "hold": 4}}),
         "hold after the prompt: .* convert without .* use transformers",
-    ),
-    "budgets with and without codes": (
-        settings({**BUDGETS, "quantization": TILES}),
-        "only where all full and budgeted heads are quantized; convert without",
     ),
     "budgets smaller than sinks": (
         settings({**BUDGETS, "quantization": asdict(Quantization(8, sink=9))}),

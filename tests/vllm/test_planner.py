@@ -69,23 +69,25 @@ def plan_of(layout: KVLayout, quantized: bool = False) -> KVCacheConfig:
             specs[name] = ChunkSpec.of(chunks, groups.native[index])
             continue
         if layer.native:
+            common["block_size"] = groups.native_size
             specs[name] = SlidingWindowSpec(num_kv_heads=layer.heads, sliding_window=layer.recent, **common)
             continue
-        if layer.full and quantized:
+        if layer.full and quantized and layer.quantization:
             specs[f"{name}.full"] = CodesSpec.of(layer.full, common["head_size"], 2, layer.quantization)
             specs[f"{name}.newest"] = SinkWindowSpec(
                 num_kv_heads=layer.full,
-                sliding_window=layer.quantization.residual + TILE,
+                sliding_window=groups.window(layer.quantization.residual + TILE),
                 sink=layer.quantization.sink,
                 bin=groups.newest[index],
                 **common,
             )
         elif layer.full:
-            specs[f"{name}.full"] = FullAttentionSpec(num_kv_heads=layer.full, **common)
+            blocks = {**common, "block_size": TILE if quantized else groups.size}
+            specs[f"{name}.full"] = FullAttentionSpec(num_kv_heads=layer.full, **blocks)
         if layer.streaming:
             specs[f"{name}.streaming"] = SinkWindowSpec(
                 num_kv_heads=layer.streaming,
-                sliding_window=groups.window(layer),
+                sliding_window=groups.window(layer.recent),
                 sink=layer.sink,
                 bin=groups.streaming[index],
                 **common,
@@ -151,15 +153,18 @@ def test_memory_is_the_share_of_full_heads_and_the_windows(shape: str, share: fl
     assert peak <= groups.blocks(LONG, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
 
 
+@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("window", [RECENT, 4096])
-def test_windows_of_the_model_itself_keep_a_group_of_their_own(window: int) -> None:
+def test_windows_of_the_model_itself_keep_a_group_of_their_own(window: int, codes: bool) -> None:
     layout = model(42, 8, 0.5, native=window)
-    plan = plan_of(layout)
+    if codes:
+        layout = quantized(layout, [FOUR])
+    plan = plan_of(layout, codes)
     for group in plan.kv_cache_groups:
         assert len({name.rpartition(".")[2] for name in group.layer_names}) == 1
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
-    groups = Groups(layout, SIZE)
+    groups = Groups(layout, SIZE, quantized=codes)
     assert groups.block_bytes == block
     assert decoding <= groups.blocks(LONG + NEW) <= decoding + len(plan.kv_cache_groups)
 
@@ -249,11 +254,12 @@ QUANTIZATIONS = {
     "2 bits, small groups": [Quantization(2, group_size=16)],
     "8 bits": [Quantization(8)],
     "by layer": [Quantization(bits) for bits in (4, 8, 3, 4, 2)],
+    "some layers": [None, Quantization(4), Quantization(2)],
 }
 
 
-def quantized(layout: KVLayout, quantizations: list[Quantization]) -> KVLayout:
-    """A layout whose layers have these caches in turn."""
+def quantized(layout: KVLayout, quantizations: list[Quantization | None]) -> KVLayout:
+    """A layout whose layers have these caches in turn; None: without codes."""
     pairs = zip(layout.layers, cycle(quantizations), strict=False)
     return replace(layout, layers=tuple(replace(layer, quantization=quantization) for layer, quantization in pairs))
 
@@ -278,14 +284,31 @@ def test_tiles_take_what_the_config_predicts(shape: str, quantization: str, shar
     assert peak <= groups.blocks(LONG, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
 
 
-@pytest.mark.parametrize("seed", range(40))
+FOUR, EIGHT, TWO = map(Quantization, (4, 8, 2))
+
+
+def with_windows(layout: KVLayout, draw: random.Random) -> KVLayout:
+    """A layout of which some layers have a window of the model's own, maybe with heads of another size."""
+    window = LayerLayout(((0, draw.choice((1, 2, 4))),), 0, draw.choice((FOUR.residual + TILE, 1024)), native=True)
+    head_dim = draw.choice((None, 64))
+    layers = [replace(window, head_dim=head_dim) if draw.random() < 0.6 else layer for layer in layout.layers]
+    return replace(layout, layers=(*layers, layout.layers[-1]))
+
+
+@pytest.mark.parametrize("seed", range(80))
 def test_the_planned_groups_of_tiles_are_those_of_vllm(seed: int) -> None:
     draw = random.Random(seed)
     layers, heads = draw.choice((2, 6, 8, 24, 36)), draw.choice((1, 2, 3, 8))
     layout = model(layers, heads, draw.choice((0.05, 0.25, 0.5, 0.75, 0.95, 1)), seed=seed)
     if draw.random() < 0.5:
         layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(1, heads + 1)))
-    layout = quantized(layout, [*map(Quantization, draw.choice(((4,), (8, 2), (4, 3))))])
+    if draw.random() < 0.5:
+        layout = with_windows(layout, draw)
+    layout = quantized(
+        layout, draw.choice(([FOUR], [EIGHT, TWO], [FOUR, Quantization(3)], [None, FOUR], [FOUR] * 4 + [None]))
+    )
+    if Groups(layout, SIZE).quantization is None:  # the layers with codes have no full heads
+        return
     plan, groups = plan_of(layout, quantized=True), Groups(layout, SIZE, quantized=True)
     assert groups.block_bytes == plan.kv_cache_tensors[0].size // plan.num_blocks
     kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
