@@ -9,53 +9,47 @@ from vllm.model_executor.layers.attention import Attention
 from kvsurgery.templates.kv_codes import Rounding
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.vllm.cpu_codes import CodesBackend, NewestBackend
+from kvsurgery.vllm.groups import Place
 from kvsurgery.vllm.spec import CodesSpec, SinkWindowSpec
 from kvsurgery.vllm.tiles import Tiling
 
 
 class NewestAttention(Attention):
-    """Only a cache: of the first tokens of heads, and of the newest ones, in the model's dtype.
+    """Only a cache: of the first tokens of heads, and of the newest ones, in the model's dtype."""
 
-    `window`, `bin` and `size` are the fields of its `SinkWindowSpec`, and its tokens of a block.
-    """
-
-    def __init__(self, *args: Any, tiling: Tiling, window: int, bin: int, size: int, **options: Any) -> None:
+    def __init__(self, *args: Any, tiling: Tiling, place: Place, **options: Any) -> None:
         super().__init__(*args, attn_backend=NewestBackend, **options)
-        self.tiling, self.window, self.bin, self.size = tiling, window, bin, size
+        self.tiling, self.place = tiling, place
 
     def get_kv_cache_spec(self, vllm_config: Any) -> SinkWindowSpec:
-        """Sinks and a window, in blocks of `size` tokens."""
-        return SinkWindowSpec(
-            block_size=self.size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            dtype=self.kv_cache_torch_dtype,
-            sliding_window=self.window,
-            sink=self.tiling.sink,
-            bin=self.bin,
-        )
+        """Sinks and a window."""
+        return SinkWindowSpec.of(self.place, self.num_kv_heads, self.head_size, self.kv_cache_torch_dtype)
 
 
 class CodesAttention(Attention):
-    """Attention over tiles, and over the tokens of `newest`."""
+    """Attention over tiles, and over the tokens of `newest`.
+
+    `tiles` is the place of those of streaming heads; None: they are in the cache group of full heads.
+    """
 
     def __init__(
         self,
         *args: Any,
         quantization: Quantization,
+        tiling: Tiling,
         round_keys: Rounding,
-        window: int,
-        bin: int,
-        size: int,
+        newest: Place,
+        tiles: Place | None = None,
         prefix: str,
         **options: Any,
     ) -> None:
         super().__init__(*args, attn_backend=CodesBackend, prefix=prefix, **options)
-        self.quantization, self.tiling, self.round_keys = quantization, Tiling.of(quantization), round_keys
-        self.newest = NewestAttention(
-            *args, tiling=self.tiling, window=window, bin=bin, size=size, prefix=f"{prefix}.newest", **options
-        )
+        self.quantization, self.tiling, self.round_keys, self.tiles = quantization, tiling, round_keys, tiles
+        self.newest = NewestAttention(*args, tiling=tiling, place=newest, prefix=f"{prefix}.newest", **options)
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> CodesSpec:
+    def get_kv_cache_spec(self, vllm_config: Any) -> CodesSpec | SinkWindowSpec:
         """The cache of the tiles."""
-        return CodesSpec.of(self.num_kv_heads, self.head_size, self.kv_cache_torch_dtype.itemsize, self.quantization)
+        size = self.quantization.tile_bytes(self.head_size, self.kv_cache_torch_dtype.itemsize)
+        if self.tiles is None:
+            return CodesSpec.of(self.num_kv_heads, self.head_size, size)
+        return SinkWindowSpec.of_tiles(self.tiles, self.num_kv_heads, self.head_size, size)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout, Quantization
 
@@ -130,17 +130,42 @@ def _by_bin(widths: Sequence[int], bins: Sequence[int], sliding: bool) -> list[B
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Caches of sinks and a window, of some heads of each layer.
+
+    Attributes:
+        pages: bytes of each layer's part of a block.
+        size: tokens of a block.
+        sink, recent: tokens that stay.
+    """
+
+    pages: list[int]
+    size: int
+    sink: int
+    recent: int
+
+
+class Place(NamedTuple):
+    """Where vLLM keeps sinks and a window: in blocks of `size` tokens, of the cache group of a bin."""
+
+    size: int
+    sink: int
+    recent: int
+    bin: int
+
+
+@dataclass(frozen=True)
 class Groups:
     """Cache groups of a model: full heads, bins of streaming heads, and the model's own windows.
 
-    If the tiles of full heads are `quantized`, there are also bins of their newest tokens, and a block of full heads is
-    a tile; widths of codes may differ by layer. Layers without codes are in the same group, with the tokens of a tile
-    in the model's dtype.
+    If heads are `quantized`, there are also bins of their newest tokens, and a block of older ones is a tile; widths of
+    codes may differ by layer. Full heads of layers without codes are in the group of the tiles, with as many tokens in
+    the model's dtype.
 
     Attributes:
         tokens: tokens of a block, if there are no tiles.
         itemsize: bytes of an element that is not quantized.
-        quantized: whether the full heads are stored in tiles.
+        quantized: whether heads are stored in tiles.
         state: bytes of the largest state of a layer, such as one of linear attention, which a block holds too.
     """
 
@@ -202,51 +227,70 @@ class Groups:
         """Width of the full heads of each layer without a window of the model's own."""
         if not self.quantized:
             return self._pages("full")
-        return [
-            layer.full
-            * (
-                layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize)
-                if layer.quantization
-                else TILE * self._token_bytes(layer)
-            )
-            for layer in self.layout.layers
-        ]
+        return [layer.full * self._tile_bytes(layer) for layer in self.layout.layers]
 
     @cached_property
-    def _newest(self) -> list[int]:
-        """Width of the newest tokens of each layer's full heads, where older ones are in tiles."""
-        pages = zip(self._pages("full"), self.layout.layers, strict=True)
-        return [page if self.quantized and layer.quantization else 0 for page, layer in pages]
+    def windows(self) -> dict[str, Windows]:
+        """The caches of sinks and a window, by what they hold.
+
+        Streaming heads, or their tiles; and the newest tokens of full heads, or of streaming ones, whose older tokens
+        are in tiles.
+        """
+        layers = self.layout.layers
+        streaming = next((layer for layer in layers if layer.streaming and not layer.native), LayerLayout((), 0, 1))
+        sink, recent = streaming.sink, self.window(streaming.recent)
+        tiled = [self.quantized and layer.quantized_window for layer in layers]
+        older = [self._tile_bytes(layer) * layer.streaming for layer in layers]
+        newest_sink, residual = (
+            (quantization.sink, quantization.residual) if (quantization := self.quantization) else (0, 0)
+        )
+
+        def some(pages: list[int], chosen: list[bool]) -> list[int]:
+            return [page if is_chosen else 0 for page, is_chosen in zip(pages, chosen, strict=True)]
+
+        plain = some(self._pages("streaming"), [not is_tiled for is_tiled in tiled])
+        packed = some(self._pages("full"), [self.quantized and layer.quantization is not None for layer in layers])
+        newest = residual + TILE
+        return {
+            "streaming": Windows(plain, self.size, sink, recent),
+            "tiles": Windows(some(older, tiled), TILE, 0, recent),
+            "newest": Windows(packed, self.size, newest_sink, self.window(newest)),
+            # these read a tile one token later
+            "newest of streaming": Windows(
+                some(self._pages("streaming"), tiled), self.size, sink, self.window(newest + 1)
+            ),
+        }
+
+    def _tile_bytes(self, layer: LayerLayout) -> int:
+        """Bytes of a tile of a head, or of as many tokens in the model's dtype."""
+        if layer.quantization is None:
+            return TILE * self._token_bytes(layer)
+        return layer.quantization.tile_bytes(self._head_dim(layer), self.itemsize)
 
     @property
     def _limit(self) -> int:
         """Width of a block that fits all full heads of the model, the other heads of any one layer, and any state."""
-        others = (*self._newest, *self._pages("streaming"), *self._pages("heads", native=True))
-        return max(sum(self._full), self.state, *others)
+        windows = [page for window in self.windows.values() for page in window.pages]
+        return max(sum(self._full), self.state, *windows, *self._pages("heads", native=True))
 
     @cached_property
-    def _bins(self) -> tuple[list[int], list[int]]:
-        """The bins of each layer's streaming heads, and of its newest tokens.
+    def _bins(self) -> list[list[int]]:
+        """The bin of each layer, for each of `windows`.
 
         Bins with patterns can make vLLM split the full heads; without patterns there can be more bins. The
         choice is the one with the smaller cache.
         """
-        streaming, newest = self._pages("streaming"), self._newest
         choices = [
-            (_bins(streaming, self._limit, patterns), _bins(newest, self._limit, patterns))
+            [_bins(window.pages, self._limit, patterns) for window in self.windows.values()]
             for patterns in (True, False)
         ]
-        return min(choices, key=lambda bins: self._cost(*bins))
+        return min(choices, key=self._cost)
 
-    @property
-    def streaming(self) -> list[int]:
-        """The bin of each layer's streaming heads."""
-        return self._bins[0]
-
-    @property
-    def newest(self) -> list[int]:
-        """The bin of the newest tokens of each layer's full heads, apart from the bins of streaming heads."""
-        return [bin + len(self.layout.layers) for bin in self._bins[1]]
+    def place(self, kind: str, layer: int) -> Place:
+        """Where vLLM keeps one of `windows` of a layer. Bins of different kinds have different numbers."""
+        window, number = self.windows[kind], [*self.windows].index(kind)
+        bin = self._bins[number][layer] + number * len(self.layout.layers)
+        return Place(window.size, window.sink, window.recent, bin)
 
     @cached_property
     def native(self) -> list[int]:
@@ -256,33 +300,32 @@ class Groups:
             return _bins(pages, self._limit, patterns=True)
         return [0] * len(pages)
 
-    def _cost(self, streaming: list[int], newest: list[int]) -> tuple[int, int]:
+    def _cost(self, bins: list[list[int]]) -> tuple[int, int]:
         """Bytes for each block of tokens and for each block of a window, with these bins."""
-        plan, (full, *windows, _) = self._planned(streaming, newest)
-        return full * plan.width, sum(windows) * plan.width
+        plan, numbers = self._planned(bins)
+        return numbers["full"] * plan.width, sum(numbers[kind] for kind in self.windows) * plan.width
 
-    def _planned(self, streaming: list[int], newest: list[int]) -> tuple[Plan, tuple[int, int, int, int]]:
-        """vLLM's plan for bins of streaming heads and newest tokens, and its numbers of groups as `planned`."""
-        kinds = self._kinds(streaming, newest)
-        plan = Plan.of([bucket for buckets in kinds for bucket in buckets])
+    def _planned(self, bins: list[list[int]]) -> tuple[Plan, dict[str, int]]:
+        """vLLM's plan for bins of `windows`, and its numbers of groups as `planned`."""
+        kinds = self._kinds(bins)
+        plan = Plan.of([bucket for buckets in kinds.values() for bucket in buckets])
         numbers = iter(plan.groups)
-        full, streaming_groups, newest_groups, native = (sum(next(numbers) for _ in buckets) for buckets in kinds)
-        return plan, (full, streaming_groups, newest_groups, native)
+        return plan, {kind: sum(next(numbers) for _ in buckets) for kind, buckets in kinds.items()}
 
-    def _kinds(self, streaming: list[int], newest: list[int]) -> tuple[list[Bucket], ...]:
-        """The buckets of full heads, streaming heads, newest tokens and own windows."""
+    def _kinds(self, bins: list[list[int]]) -> dict[str, list[Bucket]]:
+        """The buckets of full heads, of each of `windows`, and of the model's own windows."""
         chunked = any(layer.chunked for layer in self.layout.layers)
-        return (
-            _by_bin(self._full, [0] * len(self._full), sliding=False),
-            _by_bin(self._pages("streaming"), streaming, sliding=True),
-            _by_bin(self._newest, newest, sliding=True),
-            _by_bin(self._pages("heads", native=True), self.native, sliding=not chunked),
-        )
+        windows = zip(self.windows.items(), bins, strict=True)
+        return {
+            "full": _by_bin(self._full, [0] * len(self._full), sliding=False),
+            **{kind: _by_bin(window.pages, own_bins, sliding=True) for (kind, window), own_bins in windows},
+            "native": _by_bin(self._pages("heads", native=True), self.native, sliding=not chunked),
+        }
 
     @property
-    def planned(self) -> tuple[Plan, tuple[int, int, int, int]]:
-        """vLLM's plan, and the numbers of groups of full heads, streaming heads, newest tokens and own windows."""
-        return self._planned(*self._bins)
+    def planned(self) -> tuple[Plan, dict[str, int]]:
+        """vLLM's plan, and its numbers of groups: of full heads, of each of `windows`, and of the model's own ones."""
+        return self._planned(self._bins)
 
     def window(self, recent: int) -> int:
         """Tokens of the window that vLLM keeps where streaming heads, or tiles, need the latest `recent`.
@@ -297,19 +340,14 @@ class Groups:
     def held(self, tokens: int, in_flight: int = 1) -> list[tuple[Bucket, int]]:
         """Each bucket, with the blocks that a group of it holds of a sequence while `in_flight` tokens are computed."""
 
-        full = -(-tokens // (TILE if self.quantized else self.size))
-        streaming = newest = native = 0
-        if layer := next((layer for layer in self.layout.layers if not layer.native and layer.streaming), None):
-            streaming = _window_blocks(tokens, self.size, layer.sink, self.window(layer.recent), in_flight)
-        if self.quantized and (quantization := self.quantization):
-            window = self.window(quantization.residual + TILE)
-            newest = _window_blocks(tokens, self.size, quantization.sink, window, in_flight)
+        blocks = {"full": -(-tokens // (TILE if self.quantized else self.size)), "native": 0}
+        for kind, window in self.windows.items():
+            blocks[kind] = _window_blocks(tokens, window.size, window.sink, window.recent, in_flight)
         if layer := next((layer for layer in self.layout.layers if layer.native), None):
             # a chunk starts on a block boundary
             size = self.native_size
-            native = _window_blocks(tokens, size, 0, layer.recent - size * layer.chunked, in_flight)
-        kinds = zip(self._kinds(*self._bins), (full, streaming, newest, native), strict=True)
-        return [(bucket, blocks) for buckets, blocks in kinds for bucket in buckets]
+            blocks["native"] = _window_blocks(tokens, size, 0, layer.recent - size * layer.chunked, in_flight)
+        return [(bucket, blocks[kind]) for kind, buckets in self._kinds(self._bins).items() for bucket in buckets]
 
     def blocks(self, tokens: int, in_flight: int = 1) -> int:
         """Blocks that a sequence of `tokens` holds while `in_flight` tokens are computed."""

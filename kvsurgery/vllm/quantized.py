@@ -25,8 +25,8 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
 def holds_codes(layout: KVLayout) -> bool:
     """Whether pages hold the tiles of these heads.
 
-    They do where all quantized heads have the same sinks and residual, and are full or budgeted; widths may differ.
-    Others have not been shown to give the emitted model's tokens. Where the model attends in chunks, vLLM's prefix cache
+    They do where all quantized heads have the same residual, and full and budgeted ones the same sinks; widths may
+    differ. A window of the model's own is not quantized there. Where the model attends in chunks, vLLM's prefix cache
     needs blocks of equally many tokens for all layers.
     """
     unpacked = {
@@ -34,4 +34,6 @@ def holds_codes(layout: KVLayout) -> bool:
         for layer in layout.layers
         if layer.quantization and layer.quantized_heads
     }
-    return len(unpacked) == 1 and not any(layer.quantized_window or layer.chunked for layer in layout.layers)
+    return len(unpacked) == 1 and not any(
+        layer.native and (layer.quantized_window or layer.chunked) for layer in layout.layers
+    )

@@ -12,8 +12,11 @@ from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManag
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvsurgery.templates.kv_layout import TILE, Quantization
+from kvsurgery.templates.kv_layout import TILE
+from kvsurgery.vllm.groups import Place
 from kvsurgery.vllm.manager import SinkWindowManager
+
+ONE_STATE = -1  # `tokens_per_state` of a block that holds one state, in which a shared prefix may end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,25 @@ class SinkWindowSpec(SlidingWindowSpec):
 
     sink: int
     bin: int
+
+    @classmethod
+    def of(cls, place: Place, heads: int, head_dim: int, dtype: torch.dtype, **options: Any) -> SinkWindowSpec:
+        """The cache of so many heads in a place."""
+        return cls(
+            block_size=place.size,
+            num_kv_heads=heads,
+            head_size=head_dim,
+            dtype=dtype,
+            sliding_window=place.recent,
+            sink=place.sink,
+            bin=place.bin,
+            **options,
+        )
+
+    @classmethod
+    def of_tiles(cls, place: Place, heads: int, head_dim: int, tile_bytes: int) -> SinkWindowSpec:
+        """The cache of the packed tiles of so many heads."""
+        return cls.of(place, heads, head_dim, torch.uint8, tokens_per_state=ONE_STATE, state_content_bytes=tile_bytes)
 
     @property
     def num_retained_tokens(self) -> int:
@@ -53,15 +75,15 @@ class CodesSpec(FullAttentionSpec):
     """
 
     @classmethod
-    def of(cls, heads: int, head_dim: int, itemsize: int, quantization: Quantization) -> CodesSpec:
-        """The cache of so many heads, with scales of `itemsize` bytes."""
+    def of(cls, heads: int, head_dim: int, tile_bytes: int) -> CodesSpec:
+        """The cache of so many heads."""
         return cls(
             block_size=TILE,
             num_kv_heads=heads,
             head_size=head_dim,
             dtype=torch.uint8,
-            tokens_per_state=-1,  # one state a block, in which prefixes may end
-            state_content_bytes=quantization.tile_bytes(head_dim, itemsize),
+            tokens_per_state=ONE_STATE,
+            state_content_bytes=tile_bytes,
         )
 
 

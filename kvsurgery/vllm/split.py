@@ -21,7 +21,7 @@ from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
 from kvsurgery.vllm.budgeted import Bin, BudgetedGroups
 from kvsurgery.vllm.forecast import BLOCK, Forecast
-from kvsurgery.vllm.groups import Groups
+from kvsurgery.vllm.groups import Groups, Place
 from kvsurgery.vllm.limits import logger
 from kvsurgery.vllm.quantized import in_pages
 from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
@@ -33,15 +33,12 @@ LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more tha
 class StreamingAttention(Attention):
     """Attention of heads at position i that see positions j <= i with j < sink or i - j < recent.
 
-    `window`, `bin` and `size` are the fields of its `SinkWindowSpec`, and its tokens of a block, None where they are
-    the engine's.
+    vLLM keeps them in `place`, in blocks of as many tokens if it is `sized`, else of the engine's.
     """
 
-    def __init__(
-        self, *args: Any, sink: int, recent: int, window: int, bin: int, size: int | None, **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, sink: int, recent: int, place: Place, sized: bool, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.sink, self.recent, self.window, self.bin, self.size = sink, recent, window, bin, size
+        self.sink, self.recent, self.place, self.sized = sink, recent, place, sized
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """The cache of these heads; that of full heads where vLLM may not free blocks."""
@@ -49,16 +46,16 @@ class StreamingAttention(Attention):
         if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
             return full_spec
         return SinkWindowSpec(
-            block_size=self.size or full_spec.block_size,
+            block_size=self.place.size if self.sized else full_spec.block_size,
             num_kv_heads=full_spec.num_kv_heads,
             head_size=full_spec.head_size,
             head_size_v=full_spec.head_size_v,
             dtype=full_spec.dtype,
             kv_quant_mode=full_spec.kv_quant_mode,
             state_content_bytes=full_spec.state_content_bytes,
-            sliding_window=self.window,
-            sink=self.sink,
-            bin=self.bin,
+            sliding_window=self.place.recent,
+            sink=self.place.sink,
+            bin=self.place.bin,
         )
 
 
@@ -249,43 +246,49 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
     full_sinks, streaming_sinks = learned_sinks(attention, layer)
     del vllm_config.compilation_config.static_forward_context[attention.layer_name]
     full = streaming = None
+
+    def options(kind: str, heads: int, sinks: dict[str, torch.Tensor]) -> dict[str, Any]:
+        prefix = f"{attention.layer_name}.{kind}"
+        return {"num_heads": heads * group, "num_kv_heads": heads, "prefix": prefix, **sinks, **settings}
+
     if layer.full:
-        options = {
-            "num_heads": layer.full * group,
-            "num_kv_heads": layer.full,
-            "prefix": f"{attention.layer_name}.full",
-            **full_sinks,
-            **settings,
-        }
+        common = options("full", layer.full, full_sinks)
         if groups.quantized and layer.quantization:
             from kvsurgery.vllm.codes import CodesAttention  # kernels of a CPU
 
             full = CodesAttention(
                 quantization=layer.quantization,
                 round_keys=layer.round_keys.part(0, layer.full) if layer.round_keys else nearest,
-                window=groups.window(Tiling.of(layer.quantization).newest),
-                bin=groups.newest[index],
-                size=groups.size,
-                **options,
+                tiling=Tiling.of(layer.quantization),
+                newest=groups.place("newest", index),
+                **common,
             )
         else:
-            full = Attention(attn_backend=full_backend(attention), **options)
+            full = Attention(attn_backend=full_backend(attention), **common)
             if groups.quantized:
                 _change_spec(full, partial(replace, block_size=TILE))
     if layer.streaming:
-        streaming = StreamingAttention(
-            num_heads=layer.streaming * group,
-            num_kv_heads=layer.streaming,
-            prefix=f"{attention.layer_name}.streaming",
-            attn_backend=streaming_backend(),
-            sink=layer.sink,
-            recent=layer.recent,
-            window=groups.window(layer.recent),
-            bin=groups.streaming[index],
-            size=groups.size if groups.quantized else None,
-            **streaming_sinks,
-            **settings,
-        )
+        common = options("streaming", layer.streaming, streaming_sinks)
+        if groups.quantized and layer.quantization and layer.quantized_window:
+            from kvsurgery.vllm.codes import CodesAttention  # kernels of a CPU
+
+            streaming = CodesAttention(
+                quantization=layer.quantization,
+                round_keys=layer.round_keys.part(layer.full, layer.streaming) if layer.round_keys else nearest,
+                tiling=Tiling(layer.sink, layer.quantization.residual, layer.recent),
+                newest=groups.place("newest of streaming", index),
+                tiles=groups.place("tiles", index),
+                **common,
+            )
+        else:
+            streaming = StreamingAttention(
+                attn_backend=streaming_backend(),
+                sink=layer.sink,
+                recent=layer.recent,
+                place=groups.place("streaming", index),
+                sized=groups.quantized,
+                **common,
+            )
     if layer.budgets:
         from kvsurgery.vllm.budgeted_attention import BudgetedAttention, BudgetedHeads
         from kvsurgery.vllm.budgeted_codes import BudgetedCodes

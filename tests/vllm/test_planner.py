@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from vllm.v1.request import Request
 
 from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout, Quantization
 from kvsurgery.vllm.groups import Groups
+from kvsurgery.vllm.quantized import holds_codes
 from kvsurgery.vllm.spec import ChunkSpec, CodesSpec, SinkWindowSpec
 
 try:
@@ -28,8 +31,6 @@ except ImportError:  # before 0.33
 
 SINK, RECENT, SIZE = 64, 256, 16
 CHUNK, LONG, NEW = 2048, 131_072, 40
-# the last parts of layers' names, as `Groups.planned` counts their groups
-KINDS = ("full", "streaming", "newest", "attn")
 # layers and KV heads
 SHAPES = {
     "Llama-3-8B": (32, 8),
@@ -62,8 +63,10 @@ def plan_of(layout: KVLayout, quantized: bool = False) -> KVCacheConfig:
     groups = Groups(layout, SIZE, quantized=quantized)
     specs = {}
     for index, layer in enumerate(layout.layers):
-        common = {"block_size": groups.size, "head_size": layer.head_dim or layout.head_dim, "dtype": torch.bfloat16}
-        name = f"model.layers.{index}.self_attn.attn"
+        head_dim = layer.head_dim or layout.head_dim
+        common = {"block_size": groups.size, "head_size": head_dim, "dtype": torch.bfloat16}
+        window = partial(SinkWindowSpec.of, head_dim=head_dim, dtype=torch.bfloat16)
+        name = f"model.layers.{index}.self_attn.native"
         if layer.chunked:
             chunks = ChunkedLocalAttentionSpec(num_kv_heads=layer.heads, attention_chunk_size=layer.recent, **common)
             specs[name] = ChunkSpec.of(chunks, groups.native[index])
@@ -73,25 +76,18 @@ def plan_of(layout: KVLayout, quantized: bool = False) -> KVCacheConfig:
             specs[name] = SlidingWindowSpec(num_kv_heads=layer.heads, sliding_window=layer.recent, **common)
             continue
         if layer.full and quantized and layer.quantization:
-            specs[f"{name}.full"] = CodesSpec.of(layer.full, common["head_size"], 2, layer.quantization)
-            specs[f"{name}.newest"] = SinkWindowSpec(
-                num_kv_heads=layer.full,
-                sliding_window=groups.window(layer.quantization.residual + TILE),
-                sink=layer.quantization.sink,
-                bin=groups.newest[index],
-                **common,
-            )
+            specs[f"{name}.full"] = CodesSpec.of(layer.full, head_dim, layer.quantization.tile_bytes(head_dim))
+            specs[f"{name}.newest"] = window(groups.place("newest", index), layer.full)
         elif layer.full:
             blocks = {**common, "block_size": TILE if quantized else groups.size}
             specs[f"{name}.full"] = FullAttentionSpec(num_kv_heads=layer.full, **blocks)
-        if layer.streaming:
-            specs[f"{name}.streaming"] = SinkWindowSpec(
-                num_kv_heads=layer.streaming,
-                sliding_window=groups.window(layer.recent),
-                sink=layer.sink,
-                bin=groups.streaming[index],
-                **common,
-            )
+        if layer.streaming and quantized and layer.quantized_window:
+            tile_bytes = layer.quantization.tile_bytes(head_dim)
+            place = groups.place("tiles", index)
+            specs[f"{name}.tiles"] = SinkWindowSpec.of_tiles(place, layer.streaming, head_dim, tile_bytes)
+            specs[f"{name}.newest of streaming"] = window(groups.place("newest of streaming", index), layer.streaming)
+        elif layer.streaming:
+            specs[f"{name}.streaming"] = window(groups.place("streaming", index), layer.streaming)
     cache = SimpleNamespace(
         get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLNHC,
         num_gpu_blocks_override=None,
@@ -110,6 +106,14 @@ def plan_of(layout: KVLayout, quantized: bool = False) -> KVCacheConfig:
     assert sorted(name for group in planned for name in group.layer_names) == sorted(specs)
     plan = planning.get_kv_cache_config_from_groups(config, planned, 64 << 30)
     return kv_cache_utils.generate_scheduler_kv_cache_config([plan])
+
+
+def assert_groups_are_those_of(plan: KVCacheConfig, groups: Groups) -> None:
+    """The last parts of layers' names are the kinds by which `Groups.planned` counts."""
+    planned, numbers = groups.planned
+    assert planned.width == plan.kv_cache_tensors[0].size // plan.num_blocks
+    kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
+    assert {kind: number for kind, number in numbers.items() if number} == Counter(kinds)
 
 
 def held(plan: KVCacheConfig, prompt: int) -> tuple[int, int]:
@@ -232,10 +236,7 @@ def test_the_planned_groups_are_those_of_vllm(seed: int) -> None:
         layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(heads + 1)))
     if native == 8192:
         layout = replace(layout, layers=tuple(replace(layer, chunked=layer.native) for layer in layout.layers))
-    plan, (planned, numbers) = plan_of(layout), Groups(layout, SIZE).planned
-    assert planned.width == plan.kv_cache_tensors[0].size // plan.num_blocks
-    kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
-    assert [*numbers] == [kinds.count(kind) for kind in KINDS]
+    assert_groups_are_those_of(plan_of(layout), Groups(layout, SIZE))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -255,6 +256,7 @@ QUANTIZATIONS = {
     "8 bits": [Quantization(8)],
     "by layer": [Quantization(bits) for bits in (4, 8, 3, 4, 2)],
     "some layers": [None, Quantization(4), Quantization(2)],
+    "windows too": [Quantization(4, residual=0, streaming=True)],
 }
 
 
@@ -273,9 +275,7 @@ def test_tiles_take_what_the_config_predicts(shape: str, quantization: str, shar
     plan = plan_of(layout, quantized=True)
     groups = Groups(layout, SIZE, quantized=True)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
-    assert groups.block_bytes == block
-    kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
-    assert [*groups.planned[1]] == [kinds.count(kind) for kind in KINDS]
+    assert_groups_are_those_of(plan, groups)
     peak, decoding = held(plan, LONG)
     tokens = LONG + NEW
     ideal = layout.kv_bytes(1, tokens)
@@ -285,6 +285,7 @@ def test_tiles_take_what_the_config_predicts(shape: str, quantization: str, shar
 
 
 FOUR, EIGHT, TWO = map(Quantization, (4, 8, 2))
+STREAMING = Quantization(4, residual=0, streaming=True)
 
 
 def with_windows(layout: KVLayout, draw: random.Random) -> KVLayout:
@@ -304,12 +305,9 @@ def test_the_planned_groups_of_tiles_are_those_of_vllm(seed: int) -> None:
         layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(1, heads + 1)))
     if draw.random() < 0.5:
         layout = with_windows(layout, draw)
-    layout = quantized(
-        layout, draw.choice(([FOUR], [EIGHT, TWO], [FOUR, Quantization(3)], [None, FOUR], [FOUR] * 4 + [None]))
-    )
-    if Groups(layout, SIZE).quantization is None:  # the layers with codes have no full heads
-        return
-    plan, groups = plan_of(layout, quantized=True), Groups(layout, SIZE, quantized=True)
-    assert groups.block_bytes == plan.kv_cache_tensors[0].size // plan.num_blocks
-    kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
-    assert [*groups.planned[1]] == [kinds.count(kind) for kind in KINDS]
+        caches = [FOUR], [EIGHT, TWO], [FOUR, Quantization(3)], [None, FOUR], [FOUR] * 4 + [None]
+    else:
+        caches = [FOUR], [None, TWO], [STREAMING], [STREAMING, STREAMING, None], [STREAMING, replace(STREAMING, bits=8)]
+    layout = quantized(layout, draw.choice(caches))
+    if holds_codes(layout):  # the layers with codes may have no full heads
+        assert_groups_are_those_of(plan_of(layout, quantized=True), Groups(layout, SIZE, quantized=True))
