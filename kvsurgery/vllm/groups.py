@@ -166,7 +166,8 @@ class Groups:
         tokens: tokens of a block, if there are no tiles.
         itemsize: bytes of an element that is not quantized.
         quantized: whether heads are stored in tiles.
-        state: bytes of the largest state of a layer, such as one of linear attention, which a block holds too.
+        state: with tiles, bytes of the largest state of a layer, such as one of linear attention, which a block holds
+            too. Without tiles vLLM makes blocks that are large enough, after its model is loaded.
     """
 
     others: ClassVar = "streaming"  # the heads that are not full

@@ -132,10 +132,7 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
     """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
     size, itemsize = vllm_config.cache_config.block_size or BLOCK, vllm_config.model_config.dtype.itemsize
     quantized = in_pages(layout, vllm_config)
-    states = [module.get_kv_cache_spec(vllm_config) for module in model.modules() if isinstance(module, MambaBase)]
-    groups = Groups(
-        layout, size, itemsize, quantized, max((spec.page_size_bytes for spec in states if spec), default=0)
-    )
+    groups = Groups(layout, size, itemsize, quantized, _state_bytes(model, vllm_config) if quantized else 0)
     budgeted = BudgetedGroups(layout, size, itemsize, quantized)
     attentions: list[tuple[nn.Module, str, Attention]] = [
         (parent, name, child)
@@ -175,6 +172,12 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if split_modules:
         _announce(split_modules, budgeted if budgeted.bins else groups, vllm_config)
+
+
+def _state_bytes(model: nn.Module, vllm_config: Any) -> int:
+    """Bytes of the largest state of a layer, before vLLM pads it to the keys and values of a block of its own size."""
+    specs = (module.get_kv_cache_spec(vllm_config) for module in model.modules() if isinstance(module, MambaBase))
+    return max((spec.page_size_bytes for spec in specs if spec), default=0)
 
 
 def _prepare_mamba(model: nn.Module, vllm_config: Any) -> None:

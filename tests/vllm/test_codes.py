@@ -47,7 +47,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "streaming-2": {"kv_bits": 2, "sparsity": 0.5, "kv_residual": 32},
     "per-token-4": {"kv_bits": 4, "sparsity": 0.0, "kv_scheme": "per-token"},
     "groups-3": {"kv_bits": 3, "sparsity": 0.5, "kv_group_size": 32, "kv_residual": 0, "kv_rotate": "both"},
-    "windows-4": {"kv_bits": 4, "sparsity": 0.5, "kv_residual": 0, "kv_streaming": True, "recent": 300},
+    "windows-8": {"kv_bits": 8, "sparsity": 0.5, "kv_residual": 0, "kv_streaming": True, "recent": 300},
 }
 
 
@@ -67,7 +67,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "some layers": {"kv_bits": 4, "sparsity": 0.3, "kv_residual": 32},
     "budgets in some layers": {**BUDGETED, "kv_bits": 4, "kv_residual": 32},
     "by the queries": {"kv_bits": 3, "sparsity": 0.5, "kv_residual": 32, "kv_rounding": "queries"},
-    "windows by the queries": {**CACHES["windows-4"], "kv_bits": 3, "kv_rounding": "queries"},
+    "windows by the queries": {**CACHES["windows-8"], "kv_bits": 3, "kv_rounding": "queries"},
     "budgets by the queries": {**BUDGETED, "kv_bits": 3, "kv_rounding": "queries"},
 }
 BY_LAYER: dict[str, dict[str, list]] = {
@@ -166,12 +166,12 @@ def state_bytes(llm: Any) -> int:
 
 
 def test_tokens_do_not_depend_on_chunks_hits_preemption_or_company(tmp_path: Path) -> None:
-    checkpoint = converted("llama", tmp_path, **CACHES["windows-4"])
+    checkpoint = converted("llama", tmp_path, **CACHES["windows-8"])
     growing, long = prompts(lengths=(60, 61, 62, 63, 64))[:5], prompts(lengths=(380, 5))[0]
     with engine(checkpoint.folder, enable_prefix_caching=False) as llm:
         alone = [generate(llm, [row], 200)[0] for row in growing]
         whole = generate(llm, [long], 50)
-    with engine(checkpoint.folder, max_num_batched_tokens=96, num_gpu_blocks_override=110) as llm:
+    with engine(checkpoint.folder, max_num_batched_tokens=96, num_gpu_blocks_override=70) as llm:
         assert_equal(generate(llm, growing, 200), alone, TOLERANCE)
         assert preemptions(llm) > 0
         for _ in range(2):
