@@ -222,7 +222,7 @@ def move(arguments: dict, table: HeadTable, kept_positions: torch.Tensor) -> Non
     assert table.tiles is not None
     assert table.quantization is not None
     batch, heads = table.skipped.shape
-    packing = options(table)
+    packing = options(table.keys.shape[2], table.quantization)
     slots = table.quantization.slots(EVERY, table.quantization.sink)
     wider_codes = max(table.tiles.key_codes, table.tiles.value_codes, key=torch.Tensor.numel)
     scales = table.tiles.key_scales

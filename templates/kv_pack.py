@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .kv_kernels import TILE_TOKENS, _padded, _power, _slots, _strides, _tiles, tl, triton
-from .kv_layout import CLIPPED, TILE
+from .kv_layout import CLIPPED, TILE, Quantization
 from .kv_storage import HeadTable
 
 PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantizes at once
@@ -215,7 +215,7 @@ def flush(table: HeadTable, confirmed: torch.Tensor) -> None:
         _flush_kernel[(confirmed.shape[0] * confirmed.shape[1],)](
             **_slots(table),
             **_tiles(table, torch.uint8),
-            **options(table),
+            **options(table.keys.shape[2], table.quantization),
             count_ptr=table.counts,
             confirmed_ptr=confirmed,
             **_strides(confirmed, "confirmed_batch", "confirmed_head"),
@@ -236,10 +236,8 @@ def flush_due(groups: Sequence[Any], table: HeadTable, settled: int) -> None:
             group.note_packed()
 
 
-def options(table: HeadTable) -> dict[str, int]:
+def options(head_dim: int, quantization: Quantization) -> dict[str, int]:
     """How a kernel packs tiles: the groups that have scales, and the tokens that it takes at once."""
-    assert table.quantization is not None  # as there are tiles
-    head_dim, quantization = table.keys.shape[2], table.quantization
     key_groups = quantization.key_groups(head_dim)
     _, columns = quantization.value_groups(head_dim)
     tokens = min(max(PASS_BYTES // (4 * _power(columns) * _power(head_dim // columns)), 1), TILE)

@@ -350,6 +350,9 @@ def _over_tiles(
     newest,
     recent,
     count,
+    page_ptr,  # [tiles], or None
+    code_page,
+    scale_page,
     G: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
@@ -371,7 +374,8 @@ def _over_tiles(
     """A head's units `begin` to `end`, N packed tokens each.
 
     All of them are visible; with RING, of `packed` tokens after the sinks those that the token `newest` still sees, and
-    tiles lie round a ring of `count`.
+    tiles lie round a ring of `count`. With `page_ptr`, it says in which page a tile lies, `code_page` words and
+    `scale_page` scales from one to the next; else tiles follow one another.
     A unit is STRIPS of tokens, and each has a softmax of its own, so that warps exchange nothing before the last unit.
     Codes are the taller factor of each dot and queries the columns of the other one: matrix units take 16 rows, but 8
     columns.
@@ -436,13 +440,26 @@ def _over_tiles(
     top = tl.full([STRIPS, 1, M], LOWEST, tl.float32)
     total = tl.zeros([STRIPS, LANES, M], tl.float32)
     for unit in range(begin, end):
-        tile = unit * N // TILE_TOKENS
-        first = unit * N - tile * TILE_TOKENS
+        place = unit
+        unit_k_codes = k_codes
+        unit_k_scales = k_scales
+        unit_v_codes = v_codes
+        unit_v_scales = v_scales
+        if page_ptr is not None:
+            page_number = unit * N // TILE_TOKENS
+            place -= page_number * (TILE_TOKENS // N)
+            page = tl.load(page_ptr + page_number).to(tl.int64)
+            unit_k_codes += page * code_page
+            unit_k_scales += page * scale_page
+            unit_v_codes += page * code_page
+            unit_v_scales += page * scale_page
+        tile = place * N // TILE_TOKENS
+        first = place * N - tile * TILE_TOKENS
         k, v, k_third, v_third = (), (), (), ()
         for part in tl.static_range(K_PARTS):
             words, third = _words(
-                k_codes,
-                unit,
+                unit_k_codes,
+                place,
                 token[:, :, None],
                 (part * KW + kw)[None, None, :],
                 (part * (KW // 2) + tl.arange(0, KW // 2))[None, None, :],
@@ -454,8 +471,8 @@ def _over_tiles(
             k_third += (third,)
         for part in tl.static_range(V_PARTS):
             words, third = _words(
-                v_codes,
-                unit,
+                unit_v_codes,
+                place,
                 token[:, None, :],
                 (part * VW + vw)[None, :, None],
                 (part * (VW // 2) + tl.arange(0, VW // 2))[None, :, None],
@@ -468,7 +485,7 @@ def _over_tiles(
 
         scores = tl.zeros([STRIPS, T, M], tl.float32)
         if KEY_ROWS > 0:
-            row_scales_ptr = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
+            row_scales_ptr = unit_k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
             groups = tl.arange(0, UNIT_ROWS * KW)
             factors, lows = _channel_scales(row_scales_ptr, groups, K_W, KW, K_PLANES // 2, KEY_ROWS * D, ASM, dtype)
             zero_products = tl.zeros([STRIPS, T, M], tl.float32)
@@ -486,7 +503,7 @@ def _over_tiles(
             scores += zero_products * SMALL
         else:
             if K_RAW:
-                factors, lows = _token_scales(k_scales, tile, first + n, STRIPS, GROUPS, dtype)
+                factors, lows = _token_scales(unit_k_scales, tile, first + n, STRIPS, GROUPS, dtype)
             for number in tl.static_range(K_SETS):
                 set_scores = tl.zeros([STRIPS, T, M], tl.float32)
                 for plane in tl.static_range(number // K_PARTS * K_SIDE, (number // K_PARTS + 1) * K_SIDE):
@@ -502,7 +519,7 @@ def _over_tiles(
                     if not K_RAW:
                         channel = _channels(plane, kw, K_W)[None, None, :]
                         k_factor, k_zero = _group_scales(
-                            k_scales, tile, first + token[:, :, None], channel, GROUPS, D, 2 ** (K_BITS - 1)
+                            unit_k_scales, tile, first + token[:, :, None], channel, GROUPS, D, 2 ** (K_BITS - 1)
                         )
                         codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
                     set_scores = tl.dot(
@@ -532,7 +549,7 @@ def _over_tiles(
         total = total * fade + _in_part(weights, LANES)
         old_acc, old_zeros, acc, zeros = acc, zeros, (), ()
         if V_RAW:
-            factors, lows = _token_scales(v_scales, tile, first + n, STRIPS, GROUPS, dtype)
+            factors, lows = _token_scales(unit_v_scales, tile, first + n, STRIPS, GROUPS, dtype)
         for number in tl.static_range(SETS):
             set_weights = weights
             if V_RAW:
@@ -549,7 +566,7 @@ def _over_tiles(
                 if not V_RAW:
                     channel = _channels(plane, vw, V_W)[None, :, None]
                     v_factor, v_zero = _group_scales(
-                        v_scales, tile, first + token[:, None, :], channel, GROUPS, D, 2 ** (V_BITS - 1)
+                        unit_v_scales, tile, first + token[:, None, :], channel, GROUPS, D, 2 ** (V_BITS - 1)
                     )
                     codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
                 old = old_acc[number * V_SIDE + plane % V_SIDE] * fade
@@ -614,7 +631,6 @@ def options(head_dim: int, query_rows: int, quantization: Quantization) -> dict:
         wider = [rows for rows in (members, 2 * members, 4 * members) if rows <= max_members]
         shapes = [(rows, min(groups, max(rows // query_rows, 1))) for rows in wider]
         members, columns = next((shape for shape in shapes if fit(shape[1])), (members, 0))
-    key_parts, value_parts = word_parts(columns) if columns else (1, 1)
     key_parts, value_parts = word_parts(columns) if columns else (1, 1)
     return {
         "OVER_TILES": _over_tiles,

@@ -121,4 +121,4 @@ def pack_options(table: HeadTable) -> dict:
         return dict.fromkeys(PACK_OPTIONS)
     from . import kv_pack
 
-    return {"PACK": kv_pack._pack, **kv_pack.options(table)}
+    return {"PACK": kv_pack._pack, **kv_pack.options(table.keys.shape[2], table.quantization)}

@@ -1,6 +1,8 @@
-"""Which attention backends full and streaming heads use on this platform."""
+"""Which attention backends the heads use on this platform."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
@@ -26,3 +28,23 @@ def streaming_backend() -> type:
         from kvsurgery.vllm.triton import StreamingBackend
 
     return StreamingBackend
+
+
+def codes_backend() -> type:
+    """The backend of quantized tiles."""
+    return _codes_module().CodesBackend
+
+
+def newest_backend() -> type:
+    """The backend of the tokens beside quantized tiles that are stored as they are."""
+    return _codes_module().NewestBackend
+
+
+def _codes_module() -> ModuleType:
+    if current_platform.is_cpu():
+        from kvsurgery.vllm import cpu_codes
+
+        return cpu_codes
+    from kvsurgery.vllm import triton_codes
+
+    return triton_codes

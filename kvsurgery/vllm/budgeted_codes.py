@@ -23,6 +23,7 @@ from kvsurgery.vllm.budgeted_cpu import BudgetedBuilder, BudgetedImpl, Reading
 from kvsurgery.vllm.budgeted_spec import BudgetedNewestSpec, BudgetedSpec
 from kvsurgery.vllm.cpu import GatheringBackend, Places, rows_of
 from kvsurgery.vllm.cpu_codes import CodesImpl, CodesStep, NewestStep
+from kvsurgery.vllm.pages import rotated_query, stored_form
 from kvsurgery.vllm.tiles import TiledPlan, Tiling, due_tiles, pieces_of
 
 
@@ -159,8 +160,8 @@ class BudgetedCodesImpl(BudgetedImpl, CodesImpl):
         assert value is not None
         newest: NewestBudgets = get_forward_context().attn_metadata[layer.newest.layer_name]
         count, cache = len(newest.slots.slots), layer.newest.kv_cache
-        query = self._rotated_query(layer.quantization, query[:count])
-        states = self._stored_form(layer.quantization, key[:count], value[:count])
+        query = rotated_query(layer.quantization, query[:count])
+        states = torch.cat(stored_form(layer.quantization, key[:count], value[:count]), -1)
         rows_of(cache).index_copy_(0, newest.slots.rows(cache), states[:, 0])
         for request in newest.reading:
             self._read_prompt(layer, request, query, cache, output)

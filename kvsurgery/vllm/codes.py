@@ -8,7 +8,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from kvsurgery.templates.kv_codes import Rounding
 from kvsurgery.templates.kv_layout import Quantization
-from kvsurgery.vllm.cpu_codes import CodesBackend, NewestBackend
+from kvsurgery.vllm.backends import codes_backend, newest_backend
 from kvsurgery.vllm.groups import Place
 from kvsurgery.vllm.spec import CodesSpec, SinkWindowSpec
 from kvsurgery.vllm.tiles import Tiling
@@ -18,7 +18,7 @@ class NewestAttention(Attention):
     """Only a cache: of the first tokens of heads, and of the newest ones, in the model's dtype."""
 
     def __init__(self, *args: Any, tiling: Tiling, place: Place, **options: Any) -> None:
-        super().__init__(*args, attn_backend=NewestBackend, **options)
+        super().__init__(*args, attn_backend=newest_backend(), **options)
         self.tiling, self.place = tiling, place
 
     def get_kv_cache_spec(self, vllm_config: Any) -> SinkWindowSpec:
@@ -43,7 +43,7 @@ class CodesAttention(Attention):
         prefix: str,
         **options: Any,
     ) -> None:
-        super().__init__(*args, attn_backend=CodesBackend, prefix=prefix, **options)
+        super().__init__(*args, attn_backend=codes_backend(), prefix=prefix, **options)
         self.quantization, self.tiling, self.round_keys, self.tiles = quantization, tiling, round_keys, tiles
         self.newest = NewestAttention(*args, tiling=tiling, place=newest, prefix=f"{prefix}.newest", **options)
 

@@ -11,32 +11,16 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from kvsurgery.templates.kv_codes import Tiles, key_products, quantize, rotated, weighted_values
+from kvsurgery.templates.kv_codes import key_products, quantize, rotated, weighted_values
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_softmax import LOWEST, Scoring, merge
 from kvsurgery.vllm.cpu import GatheringBackend, Places, rows_of
+from kvsurgery.vllm.pages import from_page, rotated_query, stored_form, to_page
 from kvsurgery.vllm.tiles import TiledPiece, TiledPlan, plan
 
 SCORES = 1 << 23  # scores of queries over tiles that are computed at a time
 ROOM = 1 << 19  # elements that codes are decoded to at a time
 PAGES = 1 << 24  # bytes of pages that are gathered at a time
-
-
-def to_page(tiles: Tiles) -> torch.Tensor:
-    """Concatenate the parts of packed tiles [tiles, heads, ...] as bytes: [tiles, heads, bytes]."""
-    return torch.cat([part.contiguous().view(torch.uint8).flatten(2) for part in tiles], 2)
-
-
-def from_page(page: torch.Tensor, head_dim: int, dtype: torch.dtype, quantization: Quantization) -> Tiles:
-    """Read the tiles of pages [..., bytes] as views."""
-    parts, begin = [], 0
-    all_groups = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
-    for groups, width in zip(all_groups, quantization.code_bytes(head_dim), strict=True):
-        for shape, kind in (((TILE, width), torch.uint8), ((2, *groups), dtype)):
-            end = begin + torch.Size(shape).numel() * kind.itemsize
-            parts.append(page[..., begin:end].view(kind).unflatten(-1, shape))
-            begin = end
-    return Tiles(*parts)
 
 
 @dataclass
@@ -148,22 +132,13 @@ class CodesImpl(CPUAttentionBackendImpl):
         newest: NewestStep = get_forward_context().attn_metadata[layer.newest.layer_name]
         count = newest.tokens
         if key is not None and value is not None:
-            cache, states = layer.newest.kv_cache, self._stored_form(layer.quantization, key[:count], value[:count])
+            cache = layer.newest.kv_cache
+            states = torch.cat(stored_form(layer.quantization, key[:count], value[:count]), -1)
             rows_of(cache).index_copy_(0, newest.slots.rows(cache), states.flatten(0, 1))
             self._pack(layer, kv_cache, newest, attn_metadata)
-        query = self._rotated_query(layer.quantization, query[:count])
+        query = rotated_query(layer.quantization, query[:count])
         self._attend_to_both(layer, query, kv_cache, newest, attn_metadata, output)
         return output
-
-    def _rotated_query(self, quantization: Quantization, query: torch.Tensor) -> torch.Tensor:
-        """Queries [tokens, query_heads, head_dim] as the keys are that they meet."""
-        return rotated(query, (quantization.rotate == "both") * query.shape[1])
-
-    def _stored_form(self, quantization: Quantization, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Keys and values [tokens, heads, head_dim] side by side, as they are stored."""
-        key = rotated(key, (quantization.rotate == "both") * self.num_kv_heads)
-        value = rotated(value, (quantization.rotate != "none") * self.num_kv_heads)
-        return torch.cat((key, value), -1)
 
     def _rotated_back(self, quantization: Quantization, attended: torch.Tensor) -> torch.Tensor:
         """Attention [tokens, query_heads, head_dim] to values as they came."""

@@ -20,6 +20,7 @@ from kvsurgery.templates.kv_codes import nearest
 from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
 from kvsurgery.vllm.budgeted import Bin, BudgetedGroups
+from kvsurgery.vllm.codes import CodesAttention
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups, Place
 from kvsurgery.vllm.limits import logger
@@ -257,8 +258,6 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
     if layer.full:
         common = options("full", layer.full, full_sinks)
         if groups.quantized and layer.quantization:
-            from kvsurgery.vllm.codes import CodesAttention  # kernels of a CPU
-
             full = CodesAttention(
                 quantization=layer.quantization,
                 round_keys=layer.round_keys.part(0, layer.full) if layer.round_keys else nearest,

@@ -17,8 +17,10 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from kvsurgery.templates.kv_codes import nearest  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
 from tests.helpers.kernel_cases import FULL, TURNS, Decode, Packed  # noqa: E402
+from tests.helpers.paged_cases import PACK, PAGED, Paged, check_pack, check_paged  # noqa: E402
 from tests.ptx.launches import Emulator, install  # noqa: E402
 
 ALL = os.environ.get("PTX_CASES") == "all"
@@ -88,3 +90,21 @@ def test_planning_in_a_launch(emulator: Emulator) -> None:
     kernel_cases.check_decode(slots, torch.bfloat16, "cpu")
     kernel_cases.check_packed(tiles, torch.bfloat16, "cpu")
     assert emulator.launches.count("_plan_kernel") == 2
+
+
+# over vLLM's pages: decoding with whole tiles, three bits and groups, and several new tokens, in the dtype of its turn
+IN_PAGES = [(80, PAGED[0], "bf16"), (90, PAGED[3], "fp16"), (80, PAGED[6], "bf16"), (80, PAGED[7], "bf16")]
+IN_PAGES += [(target, case, name) for target in (80, 90) for case in PAGED for name in DTYPES] if ALL else []
+
+
+@pytest.mark.parametrize(("emulator", "case", "name"), IN_PAGES if OLDEST else IN_PAGES[:1], indirect=["emulator"])
+def test_attention_over_pages(emulator: Emulator, case: Paged, name: str) -> None:
+    check_paged(case, DTYPES[name], "cpu")
+    assert "_attend_kernel" in emulator.launches
+
+
+@pytest.mark.parametrize("emulator", [80], indirect=True)
+@pytest.mark.parametrize(("how", "head_dim"), PACK if ALL else PACK[1:3] if OLDEST else PACK[:1])
+def test_packing_into_pages(emulator: Emulator, how: kernel_cases.Quantization, head_dim: int) -> None:
+    check_pack(how, head_dim, torch.bfloat16, "cpu", nearest)
+    assert emulator.launches == ["_pack_due_kernel"]

@@ -1,0 +1,197 @@
+"""Attention of heads whose older tokens are quantized, on a GPU: packs tiles into pages, and attends to their codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvsurgery.templates.kv_codes import nearest
+from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.vllm.paged_codes import Line, Pages, QueryBlocks, attend, block_size, lines, programs_of
+from kvsurgery.vllm.paged_pack import DueTiles, most_due, pack
+from kvsurgery.vllm.pages import from_page, rotated_query, stored_form
+
+
+@dataclass(frozen=True)
+class NewestStep:
+    """A step in a cache group of newest tokens.
+
+    Attributes:
+        table: [requests, blocks], the block table.
+        pages, slots: [tokens], where the new tokens are stored.
+        due_pages, due_slots: [due, TILE], where the tokens lie that the step packs.
+    """
+
+    table: torch.Tensor
+    pages: torch.Tensor
+    slots: torch.Tensor
+    due_pages: torch.Tensor
+    due_slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CodesStep:
+    """A step in a cache group of tiles.
+
+    Attributes:
+        table: [requests, blocks], the block table.
+        due: [due], the page of each tile that the step packs; -1: there is none.
+        blocks: the new tokens, divided by the tiles that they read.
+        lines: units of work for these.
+    """
+
+    table: torch.Tensor
+    due: torch.Tensor
+    blocks: QueryBlocks
+    lines: list[Line]
+
+
+class TiledBuilder(AttentionMetadataBuilder[Any]):
+    """Finds the work of a step on the device, once for all layers of a cache group that have the same number of heads.
+
+    How much there is to launch depends on the numbers of new tokens, so steps run without a full CUDA graph.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self.tiling, self.size = self.layer.tiling, kv_cache_spec.block_size
+        self.dtype, self.exact = vllm_config.model_config.dtype, vllm_config.speculative_config is None
+
+    def new_tokens(self, metadata: Any) -> list[int]:
+        """Number of new tokens of each request."""
+        return metadata.query_start_loc_cpu.diff().tolist()
+
+    def due(self, metadata: Any) -> DueTiles:
+        """Tiles that the step completes.
+
+        Without speculation the host knows all lengths, thus whether there are any.
+        """
+        lengths = getattr(metadata, "seq_lens_cpu_upper_bound", None)
+        if self.exact and lengths is not None:
+            past = lengths - metadata.query_start_loc_cpu.diff()
+            most = int((self.tiling.packed(lengths) - self.tiling.packed(past)).sum())
+        else:
+            most = most_due(self.new_tokens(metadata))
+        return DueTiles.of(metadata.query_start_loc, metadata.seq_lens, most, self.tiling)
+
+
+class NewestBuilder(TiledBuilder):
+    """Finds the slots of the newest tokens, which are stored in the model's dtype."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> NewestStep:
+        """Translate the work of a batch to slots of this cache group."""
+        table = common_attn_metadata.block_table_tensor
+        slots = common_attn_metadata.slot_mapping[: sum(self.new_tokens(common_attn_metadata))].long()
+        due = self.due(common_attn_metadata)
+        tokens = due.tokens(self.tiling)
+        pages = table[due.requests[:, None], tokens // self.size].long()
+        return NewestStep(table, slots // self.size, slots % self.size, pages, tokens % self.size)
+
+
+class CodesBuilder(TiledBuilder):
+    """Finds the pages of the tiles, and divides the new tokens."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CodesStep:
+        """Translate the work of a batch to pages of this cache group."""
+        layer, new = self.layer, self.new_tokens(common_attn_metadata)
+        starts, lengths = common_attn_metadata.query_start_loc, common_attn_metadata.seq_lens
+        table, due = common_attn_metadata.block_table_tensor, self.due(common_attn_metadata)
+        pages = torch.where(due.valid, table[due.requests, self.tiling.block(due.tiles)].long(), -1)
+        group = layer.num_heads // layer.num_kv_heads
+        blocks = QueryBlocks.of(starts, lengths, new, block_size(group, max(new)), self.tiling)
+        programs = programs_of(starts.device)
+        in_lines = lines(blocks, layer.num_kv_heads, group, layer.head_size, self.dtype, programs)
+        return CodesStep(table, pages, blocks, in_lines)
+
+
+class CodesImpl(TritonAttentionImpl):
+    """Stores new tokens, packs the due tiles of all requests, and then attends.
+
+    The order matters: a request may share a prefix whose blocks another request fills in the same step.
+    """
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether attention may be written in 8 bits."""
+        return False
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CodesStep | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store new tokens in the caches of a layer and write their attention to `output`.
+
+        Args:
+            query, output: [tokens, query_heads, head_dim]
+            key, value: [tokens, heads, head_dim]
+            kv_cache: [pages, heads, 1, bytes]
+        """
+        if attn_metadata is None:  # a step without requests, to measure memory
+            return output.fill_(0)
+        newest: NewestStep = get_forward_context().attn_metadata[layer.newest.layer_name]
+        quantization, cache, count = layer.quantization, layer.newest.kv_cache, len(newest.slots)
+        query = rotated_query(quantization, query[:count])
+        states = torch.cat(stored_form(quantization, key[:count], value[:count]), -1)
+        cache.transpose(1, 2)[newest.pages, newest.slots] = states
+        tiles = from_page(kv_cache[:, :, 0], self.head_size, cache.dtype, quantization)
+        if len(attn_metadata.due):
+            if layer.round_keys is not nearest:
+                layer.round_keys = layer.round_keys.to(cache.device)
+            due = newest.due_pages, newest.due_slots, attn_metadata.due
+            pack(cache, *due, tiles, quantization, layer.round_keys)
+        attend(
+            query,
+            Pages(tiles, attn_metadata.table, cache, newest.table),
+            attn_metadata.blocks,
+            attn_metadata.lines,
+            Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks),
+            quantization,
+            output[:count],
+        )
+        return output
+
+
+class NewestBackend(TritonAttentionBackend):
+    """Backend of the cache of newest tokens, which has no attention of its own.
+
+    It keeps the stock backend's name, which vLLM looks up in an enum."""
+
+    builder: type[TiledBuilder] = NewestBuilder
+    forward_includes_kv_cache_update = True
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Blocks outermost in memory, where pages of different sizes lie unpadded."""
+        return (KVCacheLayout.BLNHC, KVCacheLayout.BLHNC)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @staticmethod
+    def get_impl_cls() -> type[CodesImpl]:
+        return CodesImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[TiledBuilder]:
+        return cls.builder
+
+
+class CodesBackend(NewestBackend):
+    """Backend of the cache of tiles."""
+
+    builder = CodesBuilder
