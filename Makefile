@@ -83,9 +83,9 @@ test-transformers-5.%: .venv-5.%/ready
 
 # kernels without a GPU: computed by Triton's interpreter, compiled for A100 and H100, and their instructions counted
 test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
-	TRITON_INTERPRET=1 .venv-triton-3.6.0/bin/python $(PYTEST) -W ignore --noconftest tests/templates/test_kernels.py tests/templates/test_kernel_dispatch.py tests/templates/test_decode_graph.py
-	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
-	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
+	TRITON_INTERPRET=1 .venv-triton-3.6.0/bin/python $(PYTEST) -W ignore --noconftest tests/templates/test_kernels.py tests/templates/test_kernel_dispatch.py tests/templates/test_decode_graph.py tests/vllm/test_paged_kernel.py
+	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py tests/vllm/test_paged_resources.py
+	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py tests/vllm/test_paged_resources.py
 	.venv-triton-3.6.0/bin/python -m pytest -q -s --noconftest tests/templates/test_kernel_instructions.py
 
 # what the compiled kernels do, executed instruction by instruction; the second one runs every case
@@ -102,7 +102,7 @@ PTX = tests/ptx/test_compiled_kernels.py tests/ptx/test_decode_step.py tests/ptx
 # the same kernels on a GPU, with the Python that has torch and triton for it: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= python3
 test-gpu:
-	$(GPU_PYTHON) -m pytest -q --noconftest tests/gpu tests/templates/test_kernels.py
+	$(GPU_PYTHON) -m pytest -q --noconftest tests/gpu tests/templates/test_kernels.py tests/vllm/test_paged_kernel.py
 
 # with the libraries that quantize weights, and the lm-evaluation-harness
 test-extras: .venv-extras/ready
