@@ -139,8 +139,8 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         longest = length_name(surgery.kv_bytes[-1]["tokens"])
         per_process = " in each process" if surgery.vllm["processes"] > 1 else ""
         lines.append(
-            f"vLLM holds {kv_size} for {longest} tokens{per_process} in 16 bit, {dense_size} for the "
-            f"original: {surgery.vllm['command']}"
+            f"vLLM holds {kv_size} for {longest} tokens{per_process}, {dense_size} for the original "
+            f"in 16 bit: {surgery.vllm['command']}"
         )
     lines += surgery.vllm["limits"]
     console.stdout.print("\n".join(lines))

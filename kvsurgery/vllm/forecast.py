@@ -13,7 +13,7 @@ from kvsurgery.templates.kv_layout import KVLayout, has_states, setting, text_co
 from kvsurgery.vllm.architectures import ARCHITECTURES
 from kvsurgery.vllm.budgeted import BudgetedGroups, groups_of
 from kvsurgery.vllm.groups import Groups
-from kvsurgery.vllm.quantized import holds_codes
+from kvsurgery.vllm.quantized import holds_codes, kernels_read
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU
 # what serves a checkpoint that the plugin refuses
@@ -74,9 +74,7 @@ def forecast(config: Any) -> Forecast:
     for processes in reversed(layout.processes):
         first, *others = layout.parts(processes)
         if all(other == first for other in others):
-            # budgets are served on a CPU alone, where codes are in pages
-            codes = any(layer.budgets for layer in first.layers) and holds_codes(first)
-            groups = groups_of(first, BLOCK, quantized=codes)
+            groups = groups_of(first, BLOCK, quantized=holds_codes_anywhere(first, config))
             prediction = Forecast.of(groups, lengths_of(config)[-1], processes)
             return replace(prediction, text_only=has_bidirectional_images(config))
     raise AssertionError("one process holds all heads")
@@ -96,7 +94,7 @@ def serving_limits(config: Any) -> tuple[str, ...]:
     if isinstance(prediction, str):
         return (prediction,)
     layout = KVLayout.from_config(config)
-    limits = [*ignored(config)]
+    limits = [*ignored(config, codes=holds_codes_anywhere(layout, config))]
     if prediction.processes < max(layout.processes):
         limits.append(
             f"vLLM serves this over {prediction.processes} of {max(layout.processes)} processes, as it needs equal "
@@ -107,8 +105,14 @@ def serving_limits(config: Any) -> tuple[str, ...]:
     return tuple(limits)
 
 
-def ignored(config: Any, codes: bool = False) -> Iterator[str]:
-    """What vLLM leaves out of a converted config that it serves, a line each; `codes` are in its pages on a CPU."""
+def holds_codes_anywhere(layout: KVLayout, config: Any) -> bool:
+    """Whether vLLM's pages hold the tiles of a config on every platform that vLLM serves it on: budgets on CPUs only."""
+    on_gpus = kernels_read(layout) and not is_stateful(config)
+    return holds_codes(layout) and (on_gpus or any(layer.budgets for layer in layout.layers))
+
+
+def ignored(config: Any, codes: bool) -> Iterator[str]:
+    """What vLLM leaves out of a converted config that it serves, a line each; with `codes`, its pages hold these."""
     section: Mapping[str, Any] = setting(config, "kv_surgery")
     if section.get("quantization") and not codes:
         exception = ", except on a CPU with a cache of the model's dtype" * holds_codes(KVLayout.from_config(config))

@@ -1,6 +1,6 @@
 """Which quantized caches vLLM's pages hold; the others are stored in vLLM's own dtype, which is no wrong answer.
 
-`holds_codes` needs no vLLM."""
+`holds_codes` and `kernels_read` need no vLLM."""
 
 from __future__ import annotations
 
@@ -16,10 +16,18 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
     model = vllm_config.model_config
     return (
         holds_codes(layout)
-        and current_platform.is_cpu()
+        and (
+            current_platform.is_cpu()
+            or (kernels_read(layout) and not model.is_hybrid and _have_kernels(current_platform, model.dtype))
+        )
         and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         and vllm_config.cache_config.cache_dtype in ("auto", str(model.dtype).removeprefix("torch."))
     )
+
+
+def _have_kernels(platform: Any, dtype: Any) -> bool:
+    """Whether Triton kernels attend to tiles there: on GPUs of NVIDIA from Ampere on, in 16 bit."""
+    return platform.is_cuda() and platform.has_device_capability(80) and dtype.itemsize == 2
 
 
 def holds_codes(layout: KVLayout) -> bool:
@@ -36,4 +44,14 @@ def holds_codes(layout: KVLayout) -> bool:
     }
     return len(unpacked) == 1 and not any(
         layer.native and (layer.quantized_window or layer.chunked) for layer in layout.layers
+    )
+
+
+def kernels_read(layout: KVLayout) -> bool:
+    """Whether Triton kernels read all of these tiles: those of full heads, which no layer stores otherwise, and beside
+    which nothing but streaming heads in the model's dtype has a cache."""
+    return all(
+        (layer.quantization or not layer.full)
+        and not (layer.native or layer.quantized_window or layer.source is not None)
+        for layer in layout.layers
     )

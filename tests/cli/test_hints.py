@@ -178,7 +178,8 @@ class TestServingLimits:
         ("options", "words"),
         [
             (["--rest", "budgeted", "--budget", 8], "vLLM serves budgeted heads on a CPU"),
-            (["--kv-bits", 8], "vLLM ignores the quantized cache (--kv-bits)"),
+            (["--kv-bits", 8], ""),
+            (["--kv-bits", 8, "--kv-streaming", "--recent", 512], "vLLM ignores the quantized cache (--kv-bits)"),
             (["--sparsity", 0.5], ""),
         ],
     )

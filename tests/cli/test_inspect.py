@@ -40,10 +40,10 @@ def broken(checkpoint, tmp_path):
 
 
 def test_a_quantized_cache_that_vllm_keeps_in_16_bit(tmp_path: Path) -> None:
-    said = text(convert(tmp_path / "duo", kv_bits=4))
+    said = text(convert(tmp_path / "duo", kv_bits=4, kv_streaming=True, sparsity=0.5, recent=512))
     assert "vLLM holds " in said
     assert "vLLM ignores the quantized cache" in said
-    assert "vLLM ignores" not in text(convert(tmp_path / "wide"))
+    assert "vLLM ignores" not in text(convert(tmp_path / "full", kv_bits=4))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

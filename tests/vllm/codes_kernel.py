@@ -1,7 +1,7 @@
 """Run the GPU's attention over quantized tiles in Triton's interpreter, which TRITON_INTERPRET=1 turns on, and compare
 outputs and caches with those of the CPU's, step by step.
 
-Requests come in chunks, one begins with blocks of another, and all decode. Slots and pages that no request owns are NaN.
+Requests come in chunks, one begins with blocks of another, and all decode. What no request owns is NaN.
 """
 
 from __future__ import annotations

@@ -76,12 +76,15 @@ QUANTIZATION = asdict(Quantization(4))
 @pytest.mark.parametrize("stateful", [{"model_type": "falcon_h1"}, {"layer_types": ["hybrid"] * 2}], ids=str)
 def test_models_whose_layers_have_states_beside_their_heads(stateful: dict) -> None:
     budgets, quantized = config([BUDGETS] * 2, selection=SELECTION), config(quantization=QUANTIZATION)
-    for plain, expected in ((budgets, "budgeted heads on a CPU"), (quantized, "except on a CPU")):
-        [limit] = serving_limits(plain)
-        assert expected in limit
+    [limit] = serving_limits(budgets)
+    assert "budgeted heads on a CPU" in limit
+    assert not serving_limits(quantized)
+    assert forecast(quantized).kv_bytes < 0.4 * forecast(config()).kv_bytes
     [limit] = serving_limits({**budgets, **stateful})
     assert "budgeted heads only in models whose layers have no states" in limit
-    assert serving_limits({**quantized, **stateful}) == serving_limits(quantized)
+    [limit] = serving_limits({**quantized, **stateful})
+    assert "vLLM ignores the quantized cache" in limit
+    assert forecast({**quantized, **stateful}) == forecast(config())
 
 
 def test_what_vllm_cannot_serve() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
+import vllm.platforms
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
@@ -25,8 +25,9 @@ from kvsurgery.errors import ServingError
 from kvsurgery.templates.kv_layout import LayerLayout, Quantization
 from kvsurgery.vllm import limits, register, supports
 from kvsurgery.vllm.architectures import ARCHITECTURES, DENSE
-from kvsurgery.vllm.forecast import serving_limits
+from kvsurgery.vllm.forecast import servable_layout, serving_limits
 from kvsurgery.vllm.limits import checked_layout
+from kvsurgery.vllm.quantized import in_pages
 from tests.vllm.serving import converted, engine
 
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
@@ -189,6 +190,34 @@ def test_no_cache_is_quantized_for_streaming_heads_on_a_gpu(dtype: str, monkeypa
         start(settings(cache={"cache_dtype": dtype}))
     full = {"layers": [{"blocks": [[4, 0]], "sink": 4, "recent": 8}] * 2}
     start(settings(full, cache={"cache_dtype": dtype}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "dtype", "expected"),
+    [
+        ("cuda", 90, torch.bfloat16, True),
+        ("cuda", 80, torch.float16, True),
+        ("cuda", 75, torch.float16, False),
+        ("cuda", 90, torch.float32, False),
+        ("rocm", 90, torch.bfloat16, False),
+        ("cpu", 0, torch.float32, True),
+    ],
+)
+def test_where_pages_hold_codes(
+    kind: str, capability: int, dtype: torch.dtype, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = SimpleNamespace(
+        is_cpu=lambda: kind == "cpu",
+        is_cuda=lambda: kind == "cuda",
+        has_device_capability=lambda least: capability >= least,
+    )
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform)
+    config = settings({"quantization": asdict(Quantization(4))})
+    config.model_config.dtype, config.model_config.is_hybrid = dtype, False
+    layout = servable_layout(config.model_config.hf_config)
+    assert in_pages(layout, config) == expected
+    config.cache_config.cache_dtype = "fp8"
+    assert not in_pages(layout, config)
 
 
 def test_budgeted_heads_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
