@@ -358,7 +358,8 @@ def attend(
     matrix = rotation(head_dim, torch.float32, device) if rotates else None
     first = 0
     for line in in_lines:
-        rows, programs = len(line.rows) * heads, len(line.starts)
+        rows = len(line.rows) * heads
+        programs = len(line.starts)
         parts = {
             "partial_ptr": query.new_empty(programs + 2 * rows, blocks.size * group, head_dim, dtype=torch.float32),
             "lse_ptr": query.new_empty(programs + 2 * rows, blocks.size * group, dtype=torch.float32),

@@ -132,7 +132,8 @@ def pack(
             valid = (pages >= 0).view(-1, *[1] * (part.dim() - 1))
             part[written] = torch.where(valid, new_part, part[written])
         return
-    page, slot = newest.stride(0), newest.stride(2)
+    page = newest.stride(0)
+    slot = newest.stride(2)
     step = math.gcd(page, slot)
     with torch.cuda.device_of(newest):
         _pack_due_kernel[(len(pages), newest.shape[1])](
