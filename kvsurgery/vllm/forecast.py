@@ -106,7 +106,7 @@ def serving_limits(config: Any) -> tuple[str, ...]:
 
 
 def holds_codes_anywhere(layout: KVLayout, config: Any) -> bool:
-    """Whether vLLM's pages hold the tiles of a config on every platform that vLLM serves it on: budgets on CPUs only."""
+    """Whether vLLM's pages hold the tiles wherever it serves this config; it serves budgets on CPUs only."""
     on_gpus = kernels_read(layout) and not is_stateful(config)
     return holds_codes(layout) and (on_gpus or any(layer.budgets for layer in layout.layers))
 

@@ -272,8 +272,6 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
     if layer.streaming:
         common = options("streaming", layer.streaming, streaming_sinks)
         if groups.quantized and layer.quantization and layer.quantized_window:
-            from kvsurgery.vllm.codes import CodesAttention  # kernels of a CPU
-
             streaming = CodesAttention(
                 quantization=layer.quantization,
                 round_keys=layer.round_keys.part(layer.full, layer.streaming) if layer.round_keys else nearest,
