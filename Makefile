@@ -112,10 +112,11 @@ test-extras: .venv-extras/ready
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python $(PYTEST) tests/vllm
 
-# random requests for about ten minutes
+# random requests for about ten minutes: 60,000 of a model in each test, and about as many of the cache manager alone
 test-vllm-load: export LOAD_REQUESTS = 60000
+test-vllm-load: export LOAD_SEEDS = 1980
 test-vllm-load: .venv-vllm/ready
-	.venv-vllm/bin/python -m pytest -q tests/vllm/test_load.py
+	.venv-vllm/bin/python -m pytest -q tests/vllm/test_load.py tests/vllm/test_manager.py
 
 # the wheel works outside of the checkout, and what it converts works where it is not installed
 test-wheel: .venv/ready
