@@ -17,6 +17,7 @@ from kvsurgery.vllm.quantized import in_pages
 logger = init_logger("vllm.kvsurgery")
 
 WHOLE_CACHE = ("auto", "float16", "bfloat16", "float32")
+WITHOUT_CACHE = ("medusa", "ngram_gpu", "suffix")  # methods whose drafts need no KV cache
 LEARNED_SINKS = "GptOssForCausalLM"
 ORIGINAL = "or serve the original's cache with VLLM_PLUGINS=none"
 
@@ -100,7 +101,10 @@ def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
     """Raise ServingError for a feature of vLLM that has not been made to work with these heads."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
-        raise ServingError(f"KV connectors and KV offloading do not know sink tokens; leave them off, {ORIGINAL}")
+        raise ServingError(
+            "KV connectors and KV offloading bring tokens from outside, for which SinkWindowManager."
+            f"add_local_computed_blocks keeps no sink tokens; leave them off, {ORIGINAL}"
+        )
     model = vllm_config.model_config
     if has_bidirectional_images(model.hf_config) and not model.multimodal_config.language_model_only:
         raise ServingError(
@@ -109,11 +113,17 @@ def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":
-        raise ServingError(f"speculative decoding by {speculative.method} has not been tested; use ngram, {ORIGINAL}")
+        reason = "has not been tested"
+        if current_platform.is_cpu() and speculative.method not in WITHOUT_CACHE:
+            reason = "needs a drafter, for whose KV cache vLLM's CPU backend has no layout that converted heads have"
+        raise ServingError(f"speculative decoding by {speculative.method} {reason}; use ngram, {ORIGINAL}")
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         raise ServingError(f"context parallelism does not know streaming heads; use tensor parallelism, {ORIGINAL}")
     if parallel.pipeline_parallel_size > 1:
-        raise ServingError(f"pipeline parallelism has not been tested; use tensor parallelism, {ORIGINAL}")
+        raise ServingError(
+            "pipeline parallelism has not been tested, since vLLM's CPU build fails on it also with stock models; use "
+            f"tensor parallelism, {ORIGINAL}"
+        )
     if cache.kv_sharing_fast_prefill:
         raise ServingError(f"--kv-sharing-fast-prefill has not been tested; leave it out, {ORIGINAL}")
     if any(layer.budgets for layer in layout.layers):
