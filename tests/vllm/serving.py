@@ -219,5 +219,10 @@ def preemptions(llm: LLM) -> int:
     return _metric(llm, "vllm:num_preemptions")
 
 
+def rejected_drafts(llm: LLM) -> int:
+    """Tokens of speculative decoding that the model did not choose so far."""
+    return _metric(llm, "vllm:spec_decode_num_draft_tokens") - _metric(llm, "vllm:spec_decode_num_accepted_tokens")
+
+
 def _metric(llm: LLM, name: str) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)

@@ -34,6 +34,7 @@ from tests.vllm.serving import (
     prompts,
     reference,
     reference_by_token,
+    rejected_drafts,
 )
 from tests.vllm.substitutes import substitute
 
@@ -177,6 +178,17 @@ def test_tokens_do_not_depend_on_chunks_hits_preemption_or_company(tmp_path: Pat
         for _ in range(2):
             assert_equal(generate(llm, [long], 50), whole, TOLERANCE)
         assert cached_tokens(llm) >= 256
+
+
+def test_tiles_with_rejected_drafts_are_packed_again(tmp_path: Path) -> None:
+    checkpoint = converted("llama", tmp_path, **{**CACHES["streaming-2"], "kv_residual": 0})
+    rows = [row * 40 for row in prompts(lengths=(2, 3))[:2]]  # which n-grams find drafts in
+    speculative = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with engine(checkpoint.folder) as llm:
+        wanted = generate(llm, rows, 200)
+    with engine(checkpoint.folder, speculative_config=speculative) as llm:
+        assert_equal(generate(llm, rows, 200), wanted, TOLERANCE)
+        assert rejected_drafts(llm) > 100
 
 
 BUDGETS: dict[str, dict[str, Any]] = {
