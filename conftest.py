@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 # where programs and data lie, and the switches of the tests themselves
 KEPT = {"CUDA_VISIBLE_DEVICES", "HOME", "LD_LIBRARY_PATH", "PATH", "TMPDIR"}
-KEPT |= {"KVSURGERY_SHARED", "LOAD_REQUESTS", "TRITON_INTERPRET"}
+KEPT |= {"KVSURGERY_SHARED", "LOAD_REQUESTS", "LOAD_SEEDS", "TRITON_INTERPRET"}
 for name in [*os.environ]:
     if name not in KEPT and not name.startswith("PYTEST_"):
         del os.environ[name]
