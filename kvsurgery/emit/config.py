@@ -24,6 +24,8 @@ CACHE_OPTIONS = ("cache_implementation", "cache_config")
 IMPLEMENTATIONS = tuple(f"{start}{part}_implementation" for start in ("", "_") for part in ("attn", "experts"))
 # transformers sets these when it runs; before 5.3 it takes them from config.json and asks nobody (CVE-2026-4372)
 INTERNAL = tuple(f"_{part}_implementation_internal" for part in ("attn", "experts"))
+# RoPE settings that transformers 4 has outside of `rope_scaling`
+UNSCALED = ("rope_theta", "partial_rotary_factor")
 
 
 def converted_config(model: Model, policy: Policy, dtype: str | None = None) -> dict[str, Any]:
@@ -108,12 +110,16 @@ def both_rope_spellings(config: Mapping[str, Any], by_type: bool = False) -> dic
     transformers 5 writes one dict, `rope_parameters`, nested by layer type where types differ. transformers 4 reads
     `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `rope_local_base_freq`, and knows no other.
     With `by_type`, sliding layers have the same `rope_theta`, but are never scaled.
+
+    Raises:
+        CheckpointError: settings are not objects, or both spellings are there and differ.
     """
     parameters = _mapping(config.get("rope_parameters") or {})
     if parameters:
         full_rope = _mapping(parameters.get(FULL_ATTENTION, parameters))
-        scaling = {key: value for key, value in full_rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
-        result = {key: full_rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in full_rope}
+        _check_older_spelling(config, full_rope)
+        scaling = {key: value for key, value in full_rope.items() if key not in UNSCALED}
+        result = {key: full_rope[key] for key in UNSCALED if key in full_rope}
         # models that read images have sections there that are not scaled
         result["rope_scaling"] = None if scaling in ({}, {"rope_type": "default"}) else scaling
         if SLIDING_ATTENTION in parameters and not by_type:
@@ -131,6 +137,33 @@ def both_rope_spellings(config: Mapping[str, Any], by_type: bool = False) -> dic
     theta = config["rope_theta"] if by_type else config["rope_local_base_freq"]
     sliding_rope = {"rope_type": "default", "rope_theta": theta}
     return {"rope_parameters": {FULL_ATTENTION: full_rope, SLIDING_ATTENTION: sliding_rope}}
+
+
+def _check_older_spelling(config: Mapping[str, Any], full_rope: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where `rope_scaling` or `rope_theta` differ from `rope_parameters`.
+
+    transformers 5 prefers `rope_scaling` to them, but not `rope_theta`; transformers 4 reads only these two.
+    """
+    scaling = config.get("rope_scaling")
+    theta = config.get("rope_theta")
+    differing = {
+        "rope_scaling": bool(scaling) and _scaling(_mapping(scaling)) != _scaling(full_rope),
+        "rope_theta": theta is not None and theta != full_rope.get("rope_theta", theta),
+    }
+    for name, differs in differing.items():
+        if differs:
+            raise CheckpointError(
+                f"config.json: {name} and rope_parameters differ, and versions of transformers follow different ones; "
+                f"state RoPE in rope_parameters alone, and remove {name}"
+            )
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling of RoPE settings in one spelling."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    others = {key: value for key, value in rope.items() if key not in ("type", *UNSCALED)}
+    # transformers replaces the name of what has sections for images, but no scaling
+    return {**others, "rope_type": "default" if kind == "mrope" else kind}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -111,6 +111,29 @@ def test_sections_for_time_height_and_width_stay_in_both_spellings():
     assert both_rope_spellings(published) == {"rope_parameters": {**five, "rope_type": "mrope"}}
 
 
+@pytest.mark.parametrize(
+    ("older", "name"),
+    [
+        ({"rope_scaling": YARN}, "rope_scaling"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_theta": 1e6}, "rope_theta"),
+    ],
+)
+def test_two_spellings_that_differ_are_refused(older, name):
+    """As where a page says to add a `rope_scaling` to a config that transformers 5 wrote."""
+    for five in ({"rope_theta": 5e5, **LINEAR}, {"full_attention": {"rope_theta": 5e5, **LINEAR}}):
+        with pytest.raises(CheckpointError, match=f"{name} and rope_parameters differ.*remove {name}"):
+            both_rope_spellings({"rope_parameters": five, **older})
+
+
+def test_two_spellings_of_the_same_rope_are_taken():
+    for _, four, five in SPELLINGS.values():
+        assert both_rope_spellings({"rope_parameters": five, **four}) == both_rope_spellings({"rope_parameters": five})
+    sections = {"mrope_section": [4, 2, 2]}
+    five = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **sections}}
+    assert both_rope_spellings({**five, "rope_scaling": {"type": "mrope", **sections}}) == both_rope_spellings(five)
+
+
 def test_configs_without_rope_settings_stay_without():
     assert both_rope_spellings({"model_type": "llama"}) == {}
 
