@@ -102,8 +102,8 @@ def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
         raise ServingError(
-            "KV connectors and KV offloading bring tokens from outside, for which SinkWindowManager."
-            f"add_local_computed_blocks keeps no sink tokens; leave them off, {ORIGINAL}"
+            "KV connectors and KV offloading bring tokens from outside, and the cache manager of streaming heads would "
+            f"lose the sinks among them; leave them off, {ORIGINAL}"
         )
     model = vllm_config.model_config
     if has_bidirectional_images(model.hf_config) and not model.multimodal_config.language_model_only:
