@@ -65,8 +65,15 @@ def check(vllm_config: Any) -> None:
 
         vllm_config.cache_config.enable_prefix_caching = False  # heads move tokens, in blocks that others would share
         refuse_beams_and_growing_prompts()
-    for line in ignored(config, codes=in_pages(layout, vllm_config)):
+    codes = in_pages(layout, vllm_config)
+    for line in ignored(config, codes=codes):
         logger.warning("kvsurgery: %s", line)
+    if codes and not current_platform.is_cpu():
+        logger.warning(
+            "kvsurgery: the kernels that read quantized caches in vLLM's pages have not run on a GPU, only in Triton's "
+            "interpreter and an emulator: compare some answers with those of transformers, %s",
+            ORIGINAL,
+        )
     if vllm_config.lora_config is not None:
         logger.warning(
             "kvsurgery: only LoRA adapters with this checkpoint's order of heads give right answers: those trained on "

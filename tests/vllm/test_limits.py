@@ -205,7 +205,7 @@ def test_no_cache_is_quantized_for_streaming_heads_on_a_gpu(dtype: str, monkeypa
     ],
 )
 def test_where_pages_hold_codes(
-    kind: str, capability: int, dtype: torch.dtype, expected: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, capability: int, dtype: torch.dtype, expected: bool, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform = SimpleNamespace(
         is_cpu=lambda: kind == "cpu",
@@ -217,6 +217,9 @@ def test_where_pages_hold_codes(
     config.model_config.dtype, config.model_config.is_hybrid = dtype, False
     layout = servable_layout(config.model_config.hf_config)
     assert in_pages(layout, config) == expected
+    monkeypatch.setattr(limits, "current_platform", platform)
+    start(config)
+    assert any("have not run on a GPU" in line for line in lines) == (expected and kind != "cpu")
     config.cache_config.cache_dtype = "fp8"
     assert not in_pages(layout, config)
 
