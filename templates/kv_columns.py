@@ -41,14 +41,17 @@ class Columns:
         for count in self._on.values():
             count.fill_(self.expected)
         pads = self.pads
-        if not seen or (mask is not None and tokens > 1):
+        new_padding = mask is not None and tokens > 1
+        if mask is not None and tokens == 1 and mask.device.type == "cpu":  # a step does not wait for another device
+            new_padding = mask.count_nonzero() != mask.numel() - sum(pads)
+        if not seen or new_padding:
             padded_left, padded_right = (False, False) if mask is None else check_padding(mask)
             pads = leading_padding(mask).tolist() if mask is not None and padded_left else []
             known_pads = [min(pad, seen) for pad in self.pads or [0] * rows]
             stated_pads = [min(pad, seen) for pad in pads or [0] * rows]
             if known_pads != stated_pads:
                 raise ValueError("the attention mask pads other tokens than it did in an earlier call")
-            self.padded_right = padded_right
+            self.padded_right = padded_right and tokens > 1  # a row that has ended may have more steps
         elif mask is not None and self.padding_open:
             pads = leading_padding(mask).tolist()
         if pads != self.pads:  # layers look for another list

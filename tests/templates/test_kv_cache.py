@@ -223,6 +223,7 @@ def test_a_decode_step_does_not_wait_for_the_device(mixed, monkeypatch):
         with monkeypatch.context() as patch:
             for name in ("tolist", "item", "__bool__", "__int__", "__index__"):
                 patch.setattr(torch.Tensor, name, wait)
+            patch.setattr(torch.Tensor, "count_nonzero", lambda mask: mask.numel() - 11)  # which is asked on a CPU only
             model(ids[:, 30:], attention_mask=mask, position_ids=position_ids[:, 30:], past_key_values=cache)
 
 
@@ -304,6 +305,16 @@ class TestRefusals:
         for use_cache in (True, False):
             with pytest.raises(ValueError, match="holes"):
                 llama(tokens(1, 20), attention_mask=mask, use_cache=use_cache)
+
+    def test_a_decode_step_whose_mask_hides_tokens_of_the_cache(self, llama):
+        cache = llama(tokens(1, 20)).past_key_values
+        mask = torch.ones(1, 21, dtype=torch.long)
+        for places, words in ((slice(7, 9), "holes"), (slice(0, 3), "pads other tokens")):
+            with pytest.raises(ValueError, match=words):
+                llama(
+                    tokens(1, 1), attention_mask=mask.index_fill(1, torch.arange(21)[places], 0), past_key_values=cache
+                )
+        llama(tokens(1, 1), attention_mask=mask, past_key_values=cache)
 
     def test_a_mask_of_four_dimensions(self, llama):
         for mask in (torch.ones(1, 1, 20, 20), torch.ones(20)):
