@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.real_model import cache_report
+from benchmarks.real_model import cache_report, repository
 from tests.docs.pages import ROOT, figures
 
 PAGE = "docs/results/qwen.md"
@@ -32,6 +32,29 @@ def test_four_bits() -> None:
     assert ROWS[ours].scores.kl.high < ROWS[quanto].scores.kl.low
     for name in (ours, quanto):
         assert ROWS[name].scores.more.low <= 0 <= ROWS[name].scores.more.high
+
+
+def test_three_bits_are_smaller_and_nearer_than_four_of_quanto() -> None:
+    three, quanto = ROWS["kvsurgery, all heads full, 3 bits"], ROWS["QuantizedCache, quanto, 4 bits"]
+    assert three.share < quanto.share
+    assert three.scores.kl.high < quanto.scores.kl.low
+    assert {f"{three.share:.0%}", recall(three.name), kl(three.name)} <= figures(PAGE, "**3 bits**")
+
+
+def test_two_bits_and_streaming_heads() -> None:
+    two, streaming = "kvsurgery, all heads full, 2 bits", "kvsurgery, 50% of heads full by er"
+    assert {f"{ROWS[two].share:.0%}", recall(two), kl(two)} <= figures(PAGE, "**2 bits**")
+    assert {f"{ROWS[streaming].share:.0%}", recall(streaming)} <= figures(PAGE, "**Half of the heads streaming**")
+    assert ROWS[streaming].scores.more.high < ROWS[two].scores.more.mean
+
+
+def test_completed_lines() -> None:
+    rows = repository.scores(json.loads((ROOT / "benchmarks/results/repository.json").read_text()))
+    original, without, four = rows["original"], rows[repository.WITHOUT], rows["kvsurgery, all heads full, 4 bits"]
+    shown = {f"{row.right.mean:.0%}" for row in (original, without)}
+    assert shown <= figures(PAGE, "**With the files in the cache**")
+    shown = {f"{share:.0%}" for share in (four.right.mean, four.share, four.named.mean, original.named.mean)}
+    assert shown <= figures(PAGE, "**A cache in 4 bits**")
 
 
 @pytest.mark.parametrize("share", ["35%", "20%"])
