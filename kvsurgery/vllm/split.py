@@ -28,8 +28,6 @@ from kvsurgery.vllm.quantized import in_pages
 from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
 from kvsurgery.vllm.tiles import Tiling
 
-LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more than windows do
-
 
 class StreamingAttention(Attention):
     """Attention of heads at position i that see positions j <= i with j < sink or i - j < recent.
@@ -173,6 +171,14 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if split_modules:
         _announce(split_modules, budgeted if budgeted.bins else groups, vllm_config)
+    scheduler = vllm_config.scheduler_config
+    frees = quantized or any(module.heads > module.cut for module in split_modules)
+    if frees and not budgeted.bins and not scheduler.disable_hybrid_kv_cache_manager:
+        logger.info(
+            "kvsurgery: vLLM's own line on capacity counts a step of %s tokens for each request, which all requests "
+            "share: more run at a time than it says. A smaller --max-num-batched-tokens leaves them more memory",
+            f"{scheduler.max_num_batched_tokens:,}",
+        )
 
 
 def _state_bytes(model: nn.Module, vllm_config: Any) -> int:
@@ -226,14 +232,6 @@ def _announce(split_modules: list[SplitAttention], groups: Groups | BudgetedGrou
         2**30 / longest.kv_bytes,
         2**30 / longest.dense_bytes,
     )
-    scheduler = vllm_config.scheduler_config
-    if not scheduler.disable_hybrid_kv_cache_manager and scheduler.max_num_batched_tokens > LARGE_CHUNK:
-        logger.info(
-            "kvsurgery: streaming heads hold all tokens of a chunk while it is computed; with "
-            "--max-num-batched-tokens %d instead of %d more long prompts fit",
-            LARGE_CHUNK,
-            scheduler.max_num_batched_tokens,
-        )
 
 
 def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vllm_config: Any) -> SplitAttention:
