@@ -89,6 +89,7 @@ class NewestBuilder(TiledBuilder):
         """Translate the work of a batch to slots of this cache group."""
         table = common_attn_metadata.block_table_tensor
         slots = common_attn_metadata.slot_mapping[: sum(self.new_tokens(common_attn_metadata))].long()
+        slots = slots.clamp(min=0)  # -1, of a step without requests: vLLM leaves block 0 unused
         due = self.due(common_attn_metadata)
         tokens = due.tokens(self.tiling)
         pages = table[due.requests[:, None], tokens // self.size].long()

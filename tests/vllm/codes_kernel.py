@@ -125,6 +125,20 @@ def run(module: Any, case: Case, states: list[list[torch.Tensor]], learned: torc
     return [*outputs, newest_cache, tile_cache]
 
 
+def written_by_dummies() -> torch.Tensor:
+    """Pages that a step without requests stores to: vLLM gives its tokens slots of -1, and tables of zeros."""
+    layer = SimpleNamespace(tiling=Tiling.of(CASES[0].quantization))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"newest": layer}),
+        model_config=SimpleNamespace(dtype=torch.float32),
+        speculative_config=None,
+    )
+    builder = triton_codes.NewestBuilder(SimpleNamespace(block_size=SIZE), ["newest"], config, torch.device("cpu"))
+    given = metadata((0, 0, 0), (3, 1, 1), torch.zeros(3, 4, dtype=torch.int32), SIZE)
+    given.slot_mapping.fill_(-1)
+    return builder.build(0, given).pages
+
+
 def compare(case: Case) -> float:
     """The largest error of an output; caches are the same to the bit."""
     torch.manual_seed(0)
@@ -146,6 +160,7 @@ if __name__ == "__main__":
     triton_codes.programs_of = lambda device: 5
     for backend in (triton_codes.NewestBackend, triton_codes.CodesBackend):
         assert backend.get_builder_cls().get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
+    assert written_by_dummies().unique().tolist() == [0], "only vLLM's block 0 belongs to no request"
     errors = [compare(case) for case in CASES]
     print(errors)
     sys.exit(not max(errors) < 2e-5)
