@@ -95,7 +95,8 @@ def most_blocks(new: int, size: int) -> int:
 
 def block_size(group: int, longest: int) -> int:
     """Most tokens of a block, where a KV head has `group` query heads and no request more than `longest` new tokens."""
-    return 1 if longest == 1 else max(1, 1 << (ROWS // group).bit_length() - 1)
+    fitting = max(ROWS // group, 1)
+    return 1 if longest == 1 else 1 << fitting.bit_length() - 1
 
 
 class Line(NamedTuple):
@@ -118,7 +119,7 @@ class Line(NamedTuple):
         unpacked = torch.where(count > 0, position + count - tiles * TILE, 0)
         units = torch.cat((tiles, (unpacked + tokens - 1) // tokens))
         ends = units[:, None].expand(-1, heads).flatten().cumsum(0)
-        busy_programs = ends[-1:].clamp(max=programs)
+        busy_programs = ends[-1:].clamp(1, programs)  # a line may have no tokens
         program = torch.minimum(torch.arange(programs, device=rows.device), busy_programs - 1)
         starts = torch.searchsorted(ends, program * ends[-1:] // busy_programs, right=True)
         return cls(rows, ends.int(), starts.int())

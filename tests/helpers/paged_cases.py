@@ -51,6 +51,7 @@ PAGED = [
     Paged(Quantization(4, residual=64), 4, 64, [(0, 2), (255, 1), (185, 20)], 5),
     Paged(Quantization(2, "per-token", residual=0, sink=0), 16, 32, [(126, 5), (0, 5)], 5, learned=True),
     Paged(Quantization("k4v3", group_size=16, residual=30), 7, 48, [(286, 7)], 11, softcap=30.0),
+    Paged(Quantization(4), 24, 32, [(263, 2)], 3),
 ]
 
 

@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 from kvsurgery.templates.kv_codes import nearest
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.templates.kv_rounding import QueryRounding
+from kvsurgery.vllm import paged_codes
 from tests.helpers.paged_cases import HEADS, PACK, PAGED, Paged, check_pack, check_paged
 
 # Triton 3.6 with a newer numpy
@@ -30,6 +31,11 @@ def test_attention_is_that_over_what_tiles_stand_for(number: int, case: Paged) -
             check_paged(case, dtype, DEVICE)
     else:
         check_paged(case, DTYPES[number % 2], DEVICE)
+
+
+def test_a_long_prompt_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_codes, "SCRATCH", 0)  # a line has one block, and the last block no tokens
+    check_paged(Paged(Quantization(4, residual=0), 4, 32, [(128, 12)], 3), torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize(("how", "head_dim"), PACK)
