@@ -28,6 +28,7 @@ from kvsurgery.recipe_tables import (
     AUTO,
     CHOICES,
     OF_ONE_WIDTH,
+    SOURCE,
     Budgeted,
     Cache,
     Code,
@@ -163,6 +164,8 @@ class Recipe:
             changes |= {"budgeted": {"budget": None}, "cache": {"bits": None, "budget": None}}
         if values.get("kv_bits") == AUTO:
             changes["cache"] = {**OF_ONE_WIDTH}
+        elif values.get("kv_bits") == SOURCE:
+            changes["cache"] = {"budget": None, "measured": None, "rounding": None}
         elif values.get("kv_bits") is not None:
             changes["cache"] = {"budget": None}
         elif "kv_bits" in values:

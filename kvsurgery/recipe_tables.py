@@ -12,8 +12,10 @@ from kvsurgery.templates.kv_layout import QUERIES, TILE, Quantization, Selection
 
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")
-# the `bits` of a cache that are chosen for each layer
+# the `bits` of a cache whose width is chosen for each layer: by measured losses, or as the source's config.json has it
 AUTO = "auto"
+SOURCE = "source"
+BY_LAYER = (AUTO, SOURCE)
 MEASURING = "`kvsurgery profile compute MODEL --method kv-bits --text FILE -o losses.safetensors`"
 # the fields of a cache that were not measured for it, at their defaults
 OF_ONE_WIDTH = {"streaming": False, "rotate": None, "clip": None, "rounding": None}
@@ -130,7 +132,8 @@ class Cache:
 
     Attributes:
         bits: of what they store, or "k3v2" with 3 bits for keys and 2 for values; "auto" is a width for each layer, by
-            measured losses. None only beside `fit`, which chooses them.
+            measured losses, and "source" the width that the source's config.json has for it. None only beside `fit`,
+            which chooses them.
         budget: with "auto", bits that a stored value has on average at most; a layer in the model's dtype counts as 16.
         scheme, group_size, residual, streaming, sink, rotate, clip, rounding: the fields of `kv_layout.Quantization`.
         measured: file of measured cache losses, which says what to rotate, whether to clip and how to round where the
@@ -157,7 +160,9 @@ class Cache:
         if self.bits != AUTO:
             if self.budget is not None:
                 raise PolicyError("`cache.budget` requires `cache.bits` auto")
-            if self.bits is not None:
+            if self.bits == SOURCE and self.measured is not None:
+                raise PolicyError("`cache.measured` cannot be combined with `cache.bits` source; leave it out")
+            if self.bits not in (None, SOURCE):
                 quantization = Quantization(self.bits)
                 try:
                     quantization.check(TILE)  # heads of 128 can have any width
@@ -175,7 +180,7 @@ class Cache:
     @property
     def quantization(self) -> Quantization | None:
         """How heads store all but their newest tokens; None: as each layer's bits say, or `fit` chooses."""
-        return None if self.bits in (None, AUTO) else Quantization(**self._quantized)
+        return None if self.bits in (None, *BY_LAYER) else Quantization(**self._quantized)
 
     @property
     def _quantized(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def recipes(draw):
     else:
         way = draw(st.sampled_from([None, "sparsity", "threshold", "full_heads"]))
         values |= {way: draw(TOKENS if way == "full_heads" else SHARE)} if way else {}
-        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 3, "k3v2", 2, "auto"]))
+        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 3, "k3v2", 2, "auto", "source"]))
     if rest == "budgeted":
         values |= {"window": draw(st.integers(1, 1 << 29)), "kernel_size": 2 * draw(st.integers(0, 1 << 20)) + 1}
         values |= {"budget": None if fit else draw(maybe(TOKENS)), "budgets_from": draw(maybe(TEXT))}
@@ -58,6 +58,8 @@ def recipes(draw):
         else:
             values |= {"kv_streaming": draw(st.booleans()), "kv_clip": draw(st.sampled_from([None, False, True]))}
             values["kv_rotate"] = draw(st.sampled_from([None, "none", "values", "both"]))
+        if values.get("kv_bits") == "source":
+            values["kv_measured"] = None
     return Recipe.of(**values)
 
 

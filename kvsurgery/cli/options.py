@@ -91,7 +91,7 @@ class Several(click.ParamType):
 class Bits(click.Choice):
     """Bits of a cache, or of its keys and values, such as k3v2.
 
-    Some options also take 16, for an unquantized cache, or auto, for a width for each layer.
+    Some options also take 16, for an unquantized cache, or auto and source, for a width for each layer.
     """
 
     def __init__(self, *bits: int | str):

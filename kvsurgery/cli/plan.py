@@ -16,7 +16,7 @@ from kvsurgery.heads.lengths import length_name
 from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.fit import Fit
 from kvsurgery.policy.prices import Candidate
-from kvsurgery.recipe import AUTO
+from kvsurgery.recipe_tables import BY_LAYER
 from kvsurgery.vllm.forecast import serving_limits
 
 
@@ -105,7 +105,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
     print_policy(facts)
     counts = kinds_of(layer["heads"] for layer in facts["layers"])
     other_kinds = [kind for kind in OTHERS if counts[kind]]
-    bits, windows, budgets = facts["policy"].get("kv_bits") == AUTO, WINDOW in counts, BUDGETED in counts
+    bits, windows, budgets = facts["policy"].get("kv_bits") in BY_LAYER, WINDOW in counts, BUDGETED in counts
     columns = [
         "layer",
         FULL.label,
@@ -159,7 +159,7 @@ def print_policy(facts: Mapping[str, Any]) -> None:
     if change := facts["rounded"]:
         difference = f"{abs(change)} {'more' if change > 0 else 'fewer'} than asked for"
         lines.append(f"{heads['full']} full heads, {difference}: a multiple of {policy['tp']} in every layer")
-    if facts["quantization"] and policy["kv_bits"] == AUTO:
+    if facts["quantization"] and policy["kv_bits"] in BY_LAYER:
         lines.append(f"KV cache in {describe_bits(facts['quantization'])}")
     if "hold" in policy:
         scheme = policy["kv_scheme"] if facts["quantization"] else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.checkpoint.stored_widths import stored_bits
 from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.policy.evidence import Evidence
 from kvsurgery.policy.fit import Fit, fit
@@ -13,6 +14,7 @@ from kvsurgery.policy.policy import Policy
 from kvsurgery.policy.reform import with_reform
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
+from kvsurgery.recipe_tables import SOURCE
 from kvsurgery.text.user_turn import user_marker
 
 
@@ -41,7 +43,8 @@ def decide(recipe: Recipe, evidence: Evidence, checkpoint: Checkpoint) -> Decisi
     Raises:
         PolicyError: the recipe contradicts itself, the evidence or the model.
         ProfileError: the evidence is of another model, or lacks what the recipe asks for.
-        UnsupportedModel: the model cannot be read so.
+        UnsupportedModel: the model cannot be read so, or its config.json lacks the widths that the recipe asks for.
+        CheckpointError: these widths are malformed.
     """
     model, embedding, fit_result = checkpoint.model, evidence.embedding, None
     assert evidence.losses is not None or recipe.measured is None  # as `Evidence.read` has it
@@ -56,7 +59,8 @@ def decide(recipe: Recipe, evidence: Evidence, checkpoint: Checkpoint) -> Decisi
     if recipe.fit is not None:
         fit_result = fit(recipe, evidence, model.layers, Footprint.of(checkpoint, recipe.devices.tp))
         recipe = fit_result.choice.recipe(recipe)
-    policy = Policy.of(recipe, evidence, model.layers)
+    source_bits = stored_bits(model) if recipe.cache and recipe.cache.bits == SOURCE else ()
+    policy = Policy.of(recipe, evidence, model.layers, source_bits)
     if embedding is not None:
         policy = with_reform(policy, embedding, checkpoint.positions, user_marker(checkpoint.folder))
     return Decision(policy, evidence.profile, fit_result)

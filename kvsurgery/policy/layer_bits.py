@@ -1,4 +1,4 @@
-"""Bits of each layer's cache: the widths of least measured divergence that a budget of bits a value allows."""
+"""Bits of each layer's cache: of least measured divergence within a budget of bits a value, or those of the source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvsurgery.errors import PolicyError
 from kvsurgery.heads.kinds import full_heads
 from kvsurgery.policy.measured import measured_cache
 from kvsurgery.profile.cache_losses import CacheLosses
-from kvsurgery.recipe import Recipe
+from kvsurgery.recipe import Cache, Recipe
 from kvsurgery.templates.kv_layout import KVLayout, Quantization, Widths
 
 # bits that a value counts as where a layer keeps the model's dtype
@@ -64,6 +64,30 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
         for place, layer in enumerate(layout.layers)
     )
     return replace(layout, layers=layers)
+
+
+def with_source_bits(layout: KVLayout, cache: Cache, source_bits: Sequence[int | str | None]) -> KVLayout:
+    """The layout with the given bits by layer, where a layer has heads that can be quantized.
+
+    Args:
+        cache: how all layers are quantized, except for the bits.
+        source_bits: by layer; None for the model's dtype.
+
+    Raises:
+        PolicyError: heads cannot be stored so, or no layer with bits has heads to quantize.
+    """
+    layers = []
+    for layer, bits in zip(layout.layers, source_bits, strict=True):
+        if bits is not None:
+            layer_cache = replace(cache, bits=bits)
+            layer_cache.check_quantization(layer.head_dim or layout.head_dim)
+            quantized_layer = replace(layer, quantization=layer_cache.quantization)
+            layer = quantized_layer if quantized_layer.quantized_heads else layer
+        layers.append(layer)
+    layout = replace(layout, layers=tuple(layers))
+    if layout.quantization is None:
+        raise PolicyError("`cache.bits` source: no layer with a stored width has heads to quantize; leave it out")
+    return layout
 
 
 def least_loss(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[int]], max_cost: int) -> list[int]:

@@ -17,7 +17,7 @@ from kvsurgery.heads.kinds import BUDGETED, FULL, HeadKind, counts
 from kvsurgery.heads.section import quantization_section, selection_section
 from kvsurgery.policy.budgets import allocate_budgets
 from kvsurgery.policy.evidence import Evidence
-from kvsurgery.policy.layer_bits import with_layer_bits
+from kvsurgery.policy.layer_bits import with_layer_bits, with_source_bits
 from kvsurgery.policy.measured import measured_cache
 from kvsurgery.policy.tensor_parallel import arrange, check_blocks
 from kvsurgery.profile.cache_losses import CacheLosses
@@ -25,6 +25,7 @@ from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores, unit_
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import MAX_BUDGET, SCORE_METHODS
 from kvsurgery.recipe import AUTO, Recipe, default
+from kvsurgery.recipe_tables import SOURCE
 from kvsurgery.templates.kv_layout import (
     NEAREST,
     TILE,
@@ -54,7 +55,9 @@ class Policy:
     rounded: int = 0
 
     @classmethod
-    def of(cls, recipe: Recipe, evidence: Evidence, model: ModelLayers) -> Policy:
+    def of(
+        cls, recipe: Recipe, evidence: Evidence, model: ModelLayers, source_bits: Sequence[int | str | None] = ()
+    ) -> Policy:
         """Choose the full heads: N of the highest scores, then the earlier layer, then the earlier head.
 
         With several blocks, or units of several heads, every layer has a multiple of `Recipe.run` full heads: their
@@ -67,6 +70,7 @@ class Policy:
             evidence: of this model.
             model: its layers. Those that share a KV cache have one layer's heads, decided by the largest score of a
                 head in all of them.
+            source_bits: bits by layer for `cache.bits` source; None for the model's dtype.
 
         Raises:
             PolicyError: fields are out of range, no layer has full attention, or heads are to be chosen without scores.
@@ -85,7 +89,7 @@ class Policy:
             if (run := recipe.run) > 1:
                 mask = best_heads(scores, model.eligible, (2 * int(asked_mask.sum()) + run) // (2 * run), run)
         layers = _layers(mask, _budgets(mask, evidence.budget_scores, model, recipe), recipe)
-        layout = _layout(layers, model, recipe, evidence.losses)
+        layout = _layout(layers, model, recipe, evidence.losses, source_bits)
         return cls(layout, recipe, _options(recipe, evidence), rounded=int(mask.sum() - asked_mask.sum()))
 
     @property
@@ -209,7 +213,13 @@ def _check_unit(recipe: Recipe, kv_heads: int) -> None:
         raise PolicyError("`heads.head_unit` with `devices.tp` is for streaming heads without `devices.tp_uneven`")
 
 
-def _layout(layers: Sequence[LayerLayout], model: ModelLayers, recipe: Recipe, losses: CacheLosses | None) -> KVLayout:
+def _layout(
+    layers: Sequence[LayerLayout],
+    model: ModelLayers,
+    recipe: Recipe,
+    losses: CacheLosses | None,
+    source_bits: Sequence[int | str | None],
+) -> KVLayout:
     """The layout of a model whose layers with full attention become these, with the cache that a recipe asks for."""
     all_layers = tuple(
         layer if is_converted else _unconverted_layer(place, len(layer.blocks), model)
@@ -218,6 +228,10 @@ def _layout(layers: Sequence[LayerLayout], model: ModelLayers, recipe: Recipe, l
     layout = KVLayout(all_layers, model.dimensions.head_dim)
     cache = recipe.cache
     if cache is None:
+        return layout
+    if cache.bits == SOURCE:
+        layout = with_source_bits(layout, cache, source_bits)
+        _check_quantized(layout, recipe)
         return layout
     quantization = cache.quantization
     if quantization is None:
@@ -230,17 +244,24 @@ def _layout(layers: Sequence[LayerLayout], model: ModelLayers, recipe: Recipe, l
     except ValueError as error:
         raise PolicyError(f"`cache.bits`: {error}") from error
     layout = _with_measured_rounding(layout)
-    min_window = 2 * (quantization.residual + TILE)
+    _check_quantized(layout, recipe)
+    return layout
+
+
+def _check_quantized(layout: KVLayout, recipe: Recipe) -> None:
+    """Raise PolicyError where no window is long enough to be quantized as asked for, or no head is quantized."""
+    cache = recipe.cache
+    assert cache is not None  # as the layout is quantized
+    min_window = 2 * (cache.residual + TILE)
     windows = [layer.recent for layer in layout.layers if layer.native or recipe.streaming]
-    if quantization.streaming and windows and max(windows) < min_window:
+    if cache.streaming and windows and max(windows) < min_window:
         raise PolicyError(
             f"`cache.streaming` is for windows of at least {min_window} tokens, and the longest has {max(windows)}; "
             "leave it out"
         )
     head_counts = counts(layout)
-    if not head_counts[FULL] + head_counts[BUDGETED] and not quantization.streaming:
+    if not head_counts[FULL] + head_counts[BUDGETED] and not cache.streaming:
         raise PolicyError("`cache.bits` is for full and budgeted heads, and this policy has none; leave it out")
-    return layout
 
 
 def _with_measured_rounding(layout: KVLayout) -> KVLayout:

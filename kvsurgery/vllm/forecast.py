@@ -17,6 +17,8 @@ from kvsurgery.vllm.quantized import holds_codes, kernels_read
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU
 # what serves a checkpoint that the plugin refuses
+# settings of an engine that quantizes the KV cache itself
+KV_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
 ELSEWHERE = "use transformers with trust_remote_code=True, or serve it with the original's cache by VLLM_PLUGINS=none"
 
 
@@ -165,10 +167,11 @@ def servable_layout(config: Any) -> KVLayout:
         if is_stateful(config):
             raise ValueError(f"vLLM serves budgeted heads only in models whose layers have no states; {ELSEWHERE}")
     weights = setting(config, KEY)
-    if isinstance(weights, Mapping) and (weights.get("kv_cache_scheme") or weights.get("kv_cache_quant_algo")):
+    names = [name for name in KV_SCHEMES if isinstance(weights, Mapping) and weights.get(name)]
+    if names:
         raise ValueError(
-            f"vLLM would quantize the KV cache with scales that split heads do not have; remove these from {KEY} "
-            "of the original, or use transformers with trust_remote_code=True"
+            "vLLM would quantize the KV cache with scales that split heads do not have; remove "
+            f"{' and '.join(names)} from {KEY} of the original, or use transformers with trust_remote_code=True"
         )
     return layout
 
