@@ -22,7 +22,7 @@ from tests.vllm.serving import (
 )
 from tests.vllm.test_codes import TOLERANCE
 
-REQUESTS, NEW = int(os.environ.get("LOAD_REQUESTS", "100")), 24
+REQUESTS, NEW = int(os.environ.get("LOAD_REQUESTS", "60")), 24
 LATEST = 20  # requests, of which one is cancelled at times
 
 
@@ -70,5 +70,5 @@ def test_no_block_is_lost_and_no_token_is_wrong(
                     check(output.outputs[0], *asked[output.request_id])
         assert pool.get_num_free_blocks() == free
         assert preemptions(llm) > 0
-    assert len(cancelled) > 10
+    assert len(cancelled) > REQUESTS / 20
     assert len(finished | cancelled) == REQUESTS

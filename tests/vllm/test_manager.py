@@ -24,7 +24,7 @@ from kvsurgery.vllm.manager import SinkWindowManager
 from kvsurgery.vllm.spec import ChunkSpec, CodesSpec, SinkWindowSpec
 
 LIMIT = 96  # tokens of a request
-SEEDS = int(os.environ.get("LOAD_SEEDS", "900"))  # of random traffic, a multiple of 60
+SEEDS = int(os.environ.get("LOAD_SEEDS", "240"))  # of random traffic, a multiple of 60
 init_none_hash(sha256)
 
 

@@ -1,6 +1,6 @@
 """The kernels over vLLM's pages compiled for A100 and H100 without one: resources, and instructions of their loops.
 
-Registers do not spill in the loop over tiles, `PROGRAMS` blocks share a multiprocessor, and units of both loops come by
+Registers spill in the loop over tiles only where a request has several new tokens, `PROGRAMS` blocks share a multiprocessor, and units of both loops come by
 asynchronous copies although a table says where they lie.
 """
 
@@ -31,10 +31,11 @@ HEADS, SIZE = 8, 32
 # quantization, new tokens of a request, and the most instructions that a warp may execute for a unit of tiles and for
 # one of 32 unpacked tokens, on A100 and H100; 4 query heads for each KV head, head_dim 128, bfloat16
 CEILINGS = [
-    (Quantization(4), 1, {80: (625, 325), 90: (630, 325)}),
-    (Quantization(2), 1, {80: (745, 325), 90: (750, 325)}),
-    (Quantization(4), 64, {80: (660, 335), 90: (660, 335)}),
+    (Quantization(4), 1, {80: (540, 335), 90: (530, 335)}),
+    (Quantization(2), 1, {80: (485, 335), 90: (490, 335)}),
+    (Quantization(4), 64, {80: (845, 335), 90: (805, 335)}),
 ]
+SPILLED = 200  # bytes of stack where a request has several new tokens, so that a dot has 16 queries
 # quantization, head_dim, query heads of a KV head, new tokens: ways through the kernel that leave the least room
 OTHERS = [
     (Quantization(3), 128, 4, 1),
@@ -73,12 +74,12 @@ def test_instructions_of_a_unit(compiled: dict, target: int, tmp_path: Path) -> 
     for quantization, new, ceilings in CEILINGS:
         compile_step(quantization, 128, 4, new)
         kernel = compiled["_attend_kernel"]
-        check(kernel, tmp_path, PROGRAMS, STACK)
+        check(kernel, tmp_path, PROGRAMS, STACK if new == 1 else SPILLED)
         binary.write_bytes(kernel.asm["cubin"])
         code = machine_code(binary)
         bodies = [[text for _, text in code[loop]] for loop in loops(code)]
         print(f"sm_{target}, {named(quantization)}, {new} new: {[*map(len, bodies)]} instructions of tiles, tokens")
-        assert not [text for text in bodies[0] if re.search(r"\b(LDL|STL)\b", text)]
+        assert new > 1 or not [text for text in bodies[0] if re.search(r"\b(LDL|STL)\b", text)]
         found.append(([*map(len, bodies)], ceilings[target]))
     assert all(count <= most for counts, ceilings in found for count, most in zip(counts, ceilings, strict=True))
 
