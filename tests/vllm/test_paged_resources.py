@@ -1,7 +1,7 @@
 """The kernels over vLLM's pages compiled for A100 and H100 without one: resources, and instructions of their loops.
 
-Registers spill in the loop over tiles only where a request has several new tokens, `PROGRAMS` blocks share a multiprocessor, and units of both loops come by
-asynchronous copies although a table says where they lie.
+Registers spill in the loop over tiles only where a request has several new tokens, `PROGRAMS` blocks share a
+multiprocessor, and units of both loops come by asynchronous copies although a table says where they lie.
 """
 
 from __future__ import annotations
