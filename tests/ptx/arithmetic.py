@@ -226,6 +226,7 @@ def _define_floats() -> None:
     _define("ex2.approx.f32", np.exp2, "f32")
     _define("ex2.approx.ftz.f32", _flushing(np.exp2), "f32")
     _define("mul.bf16", _in_float32(np.multiply), ("bf16", "bf16"))
+    _define("mul.f16", np.multiply, ("f16", "f16"))
     _define("fma.rn.bf16", _in_float32(lambda a, b, c: a * b + c), ("bf16",) * 3)
     for kind in ("bf16", "f16"):
         _define(f"mul.{kind}x2", _packed(kind, np.multiply), ("b32",) * 2)

@@ -167,7 +167,7 @@ WITH_SETTINGS = {
     "connector": ({"kv_offloading_size": 1.0}, "KV offloading"),
     "processes": ({"tensor_parallel_size": 2}, "convert with --tp 2"),
     "dtype": ({"kv_cache_dtype": "fp8"}, "leave out --kv-cache-dtype"),
-    "scales": ({}, "remove these from quantization_config"),
+    "scales": ({}, "remove kv_cache_scheme from quantization_config"),
 }
 
 
