@@ -131,6 +131,8 @@ def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
             "pipeline parallelism has not been tested, since vLLM's CPU build fails on it also with stock models; use "
             f"tensor parallelism, {ORIGINAL}"
         )
+    if parallel.enable_dbo:
+        raise ServingError(f"two micro-batches a step have not been tested; leave out --enable-dbo, {ORIGINAL}")
     if cache.kv_sharing_fast_prefill:
         raise ServingError(f"--kv-sharing-fast-prefill has not been tested; leave it out, {ORIGINAL}")
     if any(layer.budgets for layer in layout.layers):

@@ -92,7 +92,8 @@ class NewestBuilder(TiledBuilder):
         slots = slots.clamp(min=0)  # -1, of a step without requests: vLLM leaves block 0 unused
         due = self.due(common_attn_metadata)
         tokens = due.tokens(self.tiling)
-        pages = table[due.requests[:, None], tokens // self.size].long()
+        columns = (tokens // self.size).clamp(max=table.shape[1] - 1)  # of room for tiles that are not due
+        pages = table[due.requests[:, None], columns].long()
         return NewestStep(table, slots // self.size, slots % self.size, pages, tokens % self.size)
 
 
@@ -104,7 +105,8 @@ class CodesBuilder(TiledBuilder):
         layer, new = self.layer, self.new_tokens(common_attn_metadata)
         starts, lengths = common_attn_metadata.query_start_loc, common_attn_metadata.seq_lens
         table, due = common_attn_metadata.block_table_tensor, self.due(common_attn_metadata)
-        pages = torch.where(due.valid, table[due.requests, self.tiling.block(due.tiles)].long(), -1)
+        columns = self.tiling.block(due.tiles).clamp(max=table.shape[1] - 1)
+        pages = torch.where(due.valid, table[due.requests, columns].long(), -1)
         group = layer.num_heads // layer.num_kv_heads
         blocks = QueryBlocks.of(starts, lengths, new, block_size(group, max(new)), self.tiling)
         programs = programs_of(starts.device)

@@ -52,7 +52,7 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
         config.text_config = SimpleNamespace(**vars(config), **text)
     images = SimpleNamespace(language_model_only=changes.pop("language_model_only", False))
     sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
-    parallel = {f"{kind}_parallel_size": 1 for kind in sizes}
+    parallel = {f"{kind}_parallel_size": 1 for kind in sizes} | {"enable_dbo": False}
     cache = {
         "enable_prefix_caching": True,
         "cache_dtype": "auto",
@@ -111,6 +111,7 @@ REFUSED = {
     "suffix": (settings(speculative_config=SimpleNamespace(method="suffix")), "suffix has not been tested; use ngram"),
     "context": (settings(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
     "pipeline": (settings(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
+    "micro-batches": (settings(parallel={"enable_dbo": True}), "leave out --enable-dbo"),
     "fp8": (settings(cache={"cache_dtype": "fp8"}), "fp8 KV cache .* leave out --kv-cache-dtype"),
     "int4": (settings(cache={"cache_dtype": "int4_per_token_head"}), "int4_per_token_head KV cache"),
     "fast prefill": (

@@ -22,7 +22,7 @@ from tests.vllm.serving import (
 )
 from tests.vllm.test_codes import TOLERANCE
 
-REQUESTS, NEW = int(os.environ.get("LOAD_REQUESTS", "60")), 24
+REQUESTS, NEW = int(os.environ.get("LOAD_REQUESTS", "100")), 24
 LATEST = 20  # requests, of which one is cancelled at times
 
 
