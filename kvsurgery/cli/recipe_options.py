@@ -92,9 +92,8 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "kv_bits": (
             Bits(8, 4, 3, 2, "auto", "source"),
-            "Bits per stored key and value (k3v2: 3 and 2) of full and budgeted heads but for the newest tokens; auto "
-            "chooses by layer, with --kv-budget and --kv-measured; source takes each layer's width from the "
-            "kv_cache_quantized_layers of a ModelOpt config.json.  [default: (the model's dtype)]",
+            "Bits per key and value (k3v2: 3 and 2); auto by --kv-measured, source as ModelOpt chose.  "
+            "[default: (the model's dtype)]",
             basic,
         ),
         "kv_budget": (float, "With --kv-bits auto: the largest average number of bits per stored value."),

@@ -43,6 +43,7 @@ OF_LM_EVAL = {
 }
 OF_VLLM = {
     "--disable-hybrid-kv-cache-manager",
+    "--enable-dbo",
     "--kv-cache-dtype",
     "--kv-sharing-fast-prefill",
     "--language-model-only",
