@@ -20,22 +20,11 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo real real-short real-large real-rows test test-demo test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-vllm-load test-wheel coverage lint format environments clean
+.PHONY: demo real real-short real-large real-rows test test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-vllm-load test-wheel coverage lint format environments clean
 
 demo: .venv/ready
 	rm -rf demo
 	.venv/bin/python examples/demo.py demo
-
-# the demo as a new user runs it, in a clone, with a Python of its own: make test-demo DEMO_PYTHON=python3.13
-DEMO_PYTHON ?= $(PYTHON)
-test-demo: .clone/.venv/ready
-	$(MAKE) -C .clone demo PYTHON=$(DEMO_PYTHON)
-	rm -rf .clone
-
-.clone/.venv/ready:
-	rm -rf .clone
-	git clone -q . .clone
-	$(MAKE) -C .clone .venv/ready PYTHON=$(DEMO_PYTHON)
 
 # the main commands on a real language model, which is downloaded once (93 MB)
 real: .venv/ready
@@ -193,4 +182,4 @@ VLLM = tests/vllm/distribution
 environments: .venv-extras/ready $(MATRIX:%=.venv-%/ready) .venv-triton-3.6.0/ready .venv-triton-newest/ready
 
 clean:
-	rm -rf .venv .venv-* .clone demo dist real examples/gemma3/model* examples/qwen2.5-coder-1.5b/model* examples/smollm2/model*
+	rm -rf .venv .venv-* demo dist real examples/gemma3/model* examples/qwen2.5-coder-1.5b/model* examples/smollm2/model*
