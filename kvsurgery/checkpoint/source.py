@@ -15,6 +15,7 @@ from kvsurgery.checkpoint.files import FileState, check_link, check_regular, rea
 from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard
 from kvsurgery.checkpoint.journal import check_finished
 from kvsurgery.checkpoint.model import Model
+from kvsurgery.checkpoint.quantization import KEY as QUANTIZATION
 from kvsurgery.checkpoint.side_files import survey
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.system.repo_id import GGUF, cached_origin, did_you_mean
@@ -24,6 +25,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+MODELOPT_CONFIG = "hf_quant_config.json"  # where ModelOpt said how weights are quantized before its version 0.31
 ADAPTER_ADVICE = (
     "merge it into its model first (merge_and_unload), or convert the model, and then the adapter for it "
     "(`kvsurgery convert --adapter`)"
@@ -130,6 +132,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: no such folder, no config.json in it, or not a JSON object.
+        UnsupportedModel: only another file says how the weights are quantized.
     """
     folder = Path(folder)
     if not os.path.isdir(folder):  # unlike Path.is_dir, it answers for names that are too long
@@ -140,7 +143,13 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not (folder / CONFIG).exists():
         check_finished(folder)
         _check_another_kind(folder)
-    return read_json(folder / CONFIG)[0]
+    config = read_json(folder / CONFIG)[0]
+    if config.get(QUANTIZATION) is None and (folder / MODELOPT_CONFIG).exists():
+        raise UnsupportedModel(
+            f"{folder}: {CONFIG} has no {QUANTIZATION}, and {MODELOPT_CONFIG} says that the weights are quantized; "
+            "export the model with ModelOpt 0.31 or newer, or give the 16-bit original"
+        )
+    return config
 
 
 def _check_another_kind(folder: Path) -> None:

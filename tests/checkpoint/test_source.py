@@ -132,6 +132,17 @@ def test_broken_config(tmp_path: Path, content: bytes) -> None:
         read_config(tmp_path)
 
 
+def test_weights_that_another_file_says_are_quantized(tmp_path: Path) -> None:
+    """ModelOpt's file of before 0.31 is refused without its copy in config.json, which newer versions write."""
+    config = json.loads((llama_checkpoint(tmp_path / "m") / "config.json").read_text())
+    (tmp_path / "m" / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(UnsupportedModel, match=r"hf_quant_config\.json(.|\n)*ModelOpt 0\.31"):
+        read_config(tmp_path / "m")
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path / "m") == config
+
+
 def test_no_folder_and_no_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a folder"):
         Checkpoint.open(tmp_path / "nowhere")
