@@ -269,4 +269,5 @@ def _read(kind: type[Kind], path: Path) -> Kind:
 _NOT_CAUSAL = "there is no KV cache without causal attention"
 _ALWAYS_REFUSED = {
     "use_bidirectional_attention": _NOT_CAUSAL,
+    "output_attentions": "the attention of a conversion returns no weights; remove the key from config.json",
 }

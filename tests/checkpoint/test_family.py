@@ -216,6 +216,7 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
         ({"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}, "quantized by .hqq"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal"),
         ({"model_type": "qwen2", "use_bidirectional_attention": True}, "causal"),
+        ({"model_type": "qwen2", "output_attentions": True}, "remove the key"),
         ({"model_type": "qwen2", "is_causal": False}, "is_causal False"),
         ({"model_type": "llava", "text_config": {"model_type": "llama", "is_causal": None}}, "is_causal None"),
         ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "causal"),
