@@ -19,11 +19,13 @@ from kvsurgery.templates.kv_codes import Rounding
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.vllm.budgeted import Bin
 from kvsurgery.vllm.budgeted_attention import BudgetedAttention
-from kvsurgery.vllm.budgeted_cpu import BudgetedBuilder, BudgetedImpl, Reading
+from kvsurgery.vllm.budgeted_cpu import BudgetedBuilder, BudgetedImpl
+from kvsurgery.vllm.budgeted_selection import Reading
 from kvsurgery.vllm.budgeted_spec import BudgetedNewestSpec, BudgetedSpec
-from kvsurgery.vllm.cpu import GatheringBackend, Places, rows_of
+from kvsurgery.vllm.cpu import GatheringBackend
 from kvsurgery.vllm.cpu_codes import CodesImpl, CodesStep, NewestStep
 from kvsurgery.vllm.pages import rotated_query, stored_form
+from kvsurgery.vllm.rows import Places, rows_of
 from kvsurgery.vllm.tiles import TiledPlan, Tiling, due_tiles, pieces_of
 
 

@@ -1,8 +1,4 @@
-"""Attention of budgeted heads on a CPU: to the whole prompt while it comes in, then to what a head has selected.
-
-A head moves what it selects to right before the prompt's last tokens. So later tokens keep the slots that vLLM
-computes, and the blocks before can be freed.
-"""
+"""Attention of budgeted heads on a CPU: to the whole prompt while it comes in, then to what a head has selected."""
 
 from __future__ import annotations
 
@@ -12,30 +8,11 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
-from kvsurgery.templates.kv_budget import most_important, weighted
-from kvsurgery.templates.kv_received import attention_received
-from kvsurgery.templates.kv_softmax import Scoring
-from kvsurgery.vllm.cpu import FullBackend, Places, StreamingImpl, rows_of
+from kvsurgery.vllm.budgeted_selection import Reading, SelectingImpl, ask_for_prompts
+from kvsurgery.vllm.cpu import FullBackend, StreamingImpl
+from kvsurgery.vllm.rows import Places, rows_of
 
 QUERIES = 512  # new tokens of a request that attend at a time, which bounds the scores
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A request of which this step reads tokens of the prompt, or several tokens.
-
-    Attributes:
-        start: its first new token in the batch.
-        past, total: its tokens before this step and after it.
-        prompt: tokens of its prompt.
-        table: its blocks.
-    """
-
-    start: int
-    past: int
-    total: int
-    prompt: int
-    table: torch.Tensor
 
 
 @dataclass
@@ -86,8 +63,7 @@ class BudgetedBuilder(AttentionMetadataBuilder[Step]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.size = kv_cache_spec.block_size
-        # the runner tells the lengths of prompts where a model has reference windows (R-SWA)
-        vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
+        ask_for_prompts(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         """The requests of a batch, in slots of this cache group."""
@@ -109,7 +85,7 @@ class BudgetedBuilder(AttentionMetadataBuilder[Step]):
         return Step(count, Places(slots // self.size, slots % self.size), decoding, reading)
 
 
-class BudgetedImpl(StreamingImpl):
+class BudgetedImpl(SelectingImpl, StreamingImpl):
     """Attention of one KV head with a budget, over rows of its cache."""
 
     def forward(
@@ -154,31 +130,9 @@ class BudgetedImpl(StreamingImpl):
         self, layer: Any, request: Reading, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor
     ) -> None:
         """Attend from new tokens of a prompt to all before; at its end select."""
-        prompt, past = request.prompt, request.past
-        if past >= prompt:
-            return
-        cut = min(prompt, request.total)
-        self._attend_from(request, 0, past, cut, query, kv_cache, output)
-        held = query[request.start : request.start + cut - past]
-        block = int(request.table[0])
-        waiting = layer.waiting.pop(block, held[:0])
-        if past:
-            held = torch.cat((waiting, held))
-        held = held[-layer.selection.window :]
-        first, _ = layer.selected(prompt)
-        if cut < prompt:
-            layer.waiting[block] = held.clone()
-        elif first:
-            self._move(layer, request, self._chosen(layer, request, held, kv_cache), first, kv_cache)
-
-    def _rows(self, request: Reading, positions: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-        size = kv_cache.shape[2]
-        return request.table[positions // size] * (kv_cache.stride(0) // kv_cache.shape[3]) + positions % size
-
-    def _states(self, request: Reading, first: int, end: int, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Keys and values [1, 1, tokens, head_dim] at positions from `first` on."""
-        rows = self._rows(request, torch.arange(first, end), kv_cache)
-        return rows_of(kv_cache).index_select(0, rows)[None, None].split(self.head_size, -1)
+        if request.past < request.prompt:
+            self._attend_from(request, 0, request.past, min(request.prompt, request.total), query, kv_cache, output)
+            self.observe(layer, request, query, kv_cache)
 
     def _attend_from(
         self,
@@ -200,23 +154,6 @@ class BudgetedImpl(StreamingImpl):
             bias = bias.repeat(self.num_queries_per_kv, 1)
             attended = self._attend(states, keys[:, :, : stop - first], values[:, :, : stop - first], bias)
             output[tokens] = attended.view(self.num_queries_per_kv, stop - place, -1).transpose(0, 1)
-
-    def _chosen(self, layer: Any, request: Reading, queries: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-        """The tokens before the last ones of a prompt that the last queries attend to most, ascending."""
-        first, start = layer.selected(request.prompt)
-        keys, values = self._states(request, 0, request.prompt, kv_cache)
-        padding = torch.zeros(1, 1, 1, dtype=torch.long)
-        scoring = Scoring(self.scale, self.logits_soft_cap or None, 0.0, self.sinks)
-        attention = attention_received(queries.transpose(0, 1)[None], keys, padding, scoring)
-        importance = weighted(attention, values, layer.selection)[..., :start]
-        return most_important(importance, padding, [[start - first]], layer.selection)[0, 0].sort().values
-
-    def _move(self, layer: Any, request: Reading, tokens: torch.Tensor, first: int, kv_cache: torch.Tensor) -> None:
-        """Move tokens of a request to the positions from `first` on."""
-        rows = rows_of(kv_cache)
-        moved = rows.index_select(0, self._rows(request, tokens, kv_cache))
-        places = torch.arange(first, first + len(tokens))
-        rows.index_copy_(0, self._rows(request, places, kv_cache), moved)
 
 
 class BudgetedBackend(FullBackend):

@@ -14,8 +14,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from kvsurgery.templates.kv_codes import key_products, quantize, rotated, weighted_values
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_softmax import LOWEST, Scoring, merge
-from kvsurgery.vllm.cpu import GatheringBackend, Places, rows_of
+from kvsurgery.vllm.cpu import GatheringBackend
 from kvsurgery.vllm.pages import from_page, rotated_query, stored_form, to_page
+from kvsurgery.vllm.rows import Places, rows_of
 from kvsurgery.vllm.tiles import TiledPiece, TiledPlan, plan
 
 SCORES = 1 << 23  # scores of queries over tiles that are computed at a time
