@@ -30,6 +30,16 @@ def streaming_backend() -> type:
     return StreamingBackend
 
 
+def budgeted_backend() -> type:
+    """The backend of heads with a budget."""
+    if current_platform.is_cpu():
+        from kvsurgery.vllm.budgeted_cpu import BudgetedBackend
+    else:
+        from kvsurgery.vllm.triton_budgets import BudgetedBackend
+
+    return BudgetedBackend
+
+
 def codes_backend() -> type:
     """The backend of quantized tiles."""
     return _codes_module().CodesBackend

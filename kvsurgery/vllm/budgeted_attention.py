@@ -12,8 +12,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvsurgery.templates.kv_layout import LayerLayout, Selection
+from kvsurgery.vllm.backends import budgeted_backend
 from kvsurgery.vllm.budgeted import Bin
-from kvsurgery.vllm.budgeted_cpu import BudgetedBackend
 from kvsurgery.vllm.budgeted_spec import BudgetedSpec
 
 
@@ -23,16 +23,18 @@ class BudgetedAttention(Attention):
     `size` is its tokens of a block, None where they are the engine's.
     """
 
-    backend: type = BudgetedBackend
-
     def __init__(
         self, *args: Any, budget: int, selection: Selection, bin: Bin, size: int | None, **options: Any
     ) -> None:
-        super().__init__(*args, attn_backend=self.backend, **options)
+        super().__init__(*args, attn_backend=self.backend(), **options)
         self.budget, self.selection, self.bin, self.size = budget, selection, bin, size
         # queries of prompts that come in chunks, by the first block of the request, which no other has: blocks of these
         # groups are not shared. What a cancelled prompt leaves is smaller than the block.
         self.waiting: dict[int, torch.Tensor] = {}
+
+    def backend(self) -> type:
+        """The backend of this head on this platform."""
+        return budgeted_backend()
 
     def selected(self, prompt: int) -> tuple[int, int]:
         """The places that selected tokens of a prompt of so many tokens move to: the first, and that after the last."""

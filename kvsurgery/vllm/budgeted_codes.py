@@ -209,8 +209,6 @@ class BudgetedNewest(Attention):
 class BudgetedCodes(BudgetedAttention):
     """Attention of a budgeted head over its tiles, and over the tokens of `newest`."""
 
-    backend = BudgetedCodesBackend
-
     def __init__(
         self,
         *args: Any,
@@ -233,6 +231,10 @@ class BudgetedCodes(BudgetedAttention):
             prefix=f"{prefix}.newest",
             **{name: option for name, option in options.items() if name not in unused},
         )
+
+    def backend(self) -> type:
+        """Of tiles, which a CPU alone reads."""
+        return BudgetedCodesBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> BudgetedSpec:
         """The cache of the tiles."""

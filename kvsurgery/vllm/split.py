@@ -289,11 +289,12 @@ def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vl
             )
     if layer.budgets:
         from kvsurgery.vllm.budgeted_attention import BudgetedAttention, BudgetedHeads
-        from kvsurgery.vllm.budgeted_codes import BudgetedCodes
 
         size = TILE if groups.quantized else None
         kinds: list[Any] = [partial(BudgetedAttention, size=size)] * len(layer.budgets)
         if groups.quantized and layer.quantization:
+            from kvsurgery.vllm.budgeted_codes import BudgetedCodes
+
             codes = partial(BudgetedCodes, quantization=layer.quantization, size=groups.size)
             kinds = [
                 partial(codes, round_keys=layer.round_keys.part(place, 1) if layer.round_keys else nearest)

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
-from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from kvsurgery.templates.kv_codes import nearest
 from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.vllm.paged_codes import Line, Pages, QueryBlocks, attend, block_size, lines, programs_of
 from kvsurgery.vllm.paged_pack import DueTiles, most_due, pack
 from kvsurgery.vllm.pages import from_page, rotated_query, stored_form
+from kvsurgery.vllm.triton_pages import PagesBackend, PagesImpl
 
 
 @dataclass(frozen=True)
@@ -114,15 +113,11 @@ class CodesBuilder(TiledBuilder):
         return CodesStep(table, pages, blocks, in_lines)
 
 
-class CodesImpl(TritonAttentionImpl):
+class CodesImpl(PagesImpl):
     """Stores new tokens, packs the due tiles of all requests, and then attends.
 
     The order matters: a request may share a prefix whose blocks another request fills in the same step.
     """
-
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Whether attention may be written in 8 bits."""
-        return False
 
     def forward(
         self,
@@ -168,33 +163,15 @@ class CodesImpl(TritonAttentionImpl):
         return output
 
 
-class NewestBackend(TritonAttentionBackend):
-    """Backend of the cache of newest tokens, which has no attention of its own.
+class NewestBackend(PagesBackend):
+    """Backend of the cache of newest tokens, which has no attention of its own."""
 
-    It keeps the stock backend's name, which vLLM looks up in an enum."""
-
-    builder: type[TiledBuilder] = NewestBuilder
-    forward_includes_kv_cache_update = True
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Blocks outermost in memory, where pages of different sizes lie unpadded."""
-        return (KVCacheLayout.BLNHC, KVCacheLayout.BLHNC)
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
-    @staticmethod
-    def get_impl_cls() -> type[CodesImpl]:
-        return CodesImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[TiledBuilder]:
-        return cls.builder
+    impl = CodesImpl
+    builder = NewestBuilder
 
 
-class CodesBackend(NewestBackend):
+class CodesBackend(PagesBackend):
     """Backend of the cache of tiles."""
 
+    impl = CodesImpl
     builder = CodesBuilder

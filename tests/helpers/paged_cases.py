@@ -10,6 +10,7 @@ import torch
 from kvsurgery.templates.kv_codes import Rounding, Tiles, dequantize, quantize, rotated
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.vllm import paged_budgets
 from kvsurgery.vllm.paged_codes import Pages, QueryBlocks, attend, block_size, lines
 from kvsurgery.vllm.paged_pack import DueTiles, most_due, pack
 from kvsurgery.vllm.pages import from_page, to_page
@@ -162,6 +163,79 @@ def check_pack(how: Quantization, head_dim: int, dtype: torch.dtype, device: str
     tiles = from_page(found, head_dim, dtype, how)
     pack(cache, pages, tokens % PAGE, tile_pages, tiles, how, round_keys)
     assert found.cpu().equal(expected)
+
+
+class Kept(NamedTuple):
+    """A step of requests with so many tokens in the prompt, before the step and new, of a head that keeps some."""
+
+    kept: int
+    group: int
+    head_dim: int
+    requests: list[tuple[int, int, int]]
+    programs: int
+    softcap: float | None = None
+    learned: bool = False  # sinks that are logits
+
+    def __str__(self) -> str:
+        steps = ".".join("+".join(map(str, request)) for request in self.requests)
+        options = [name for name, given in (("capped", self.softcap), ("sunk", self.learned)) if given]
+        return "-".join((f"k{self.kept}g{self.group}d{self.head_dim}", steps, f"p{self.programs}", *options))
+
+
+KEPT = [
+    Kept(50, 4, 64, [(300, 320, 1), (70, 70, 1), (20, 33, 1), (64, 200, 1)], 13),
+    Kept(37, 1, 80, [(150, 171, 1)], 24, learned=True),
+    Kept(64, 7, 32, [(64, 64, 1), (65, 65, 1)], 1, softcap=20.0, learned=True),
+    Kept(30, 4, 32, [(90, 100, 1), (120, 40, 60), (77, 0, 77), (50, 60, 37)], 30, learned=True),
+    Kept(33, 24, 128, [(70, 66, 3), (40, 40, 5)], 9, softcap=30.0),
+]
+
+
+def check_kept(case: Kept, dtype: torch.dtype, device: str) -> None:
+    """Attention to what a head has kept, or to all of a prompt, is as near to exact attention as torch is.
+
+    Slots that no query of a request sees hold NaN.
+    """
+    torch.manual_seed(0)
+    prompts, pasts, new = zip(*case.requests, strict=True)
+    totals = [past + count for past, count in zip(pasts, new, strict=True)]
+    firsts = [0 if past < prompt else max(prompt - case.kept, 0) for prompt, past in zip(prompts, pasts, strict=True)]
+    blocks = sum(-(-total // PAGE) for total in totals) + 3
+    cache = torch.full((blocks, LAYERS, 1, PAGE, 2 * case.head_dim), torch.nan, dtype=dtype)[:, 1]
+    free = iter(torch.randperm(blocks).tolist())
+    table = torch.full((len(totals), max(totals) // PAGE + 2), next(free), dtype=torch.int32)
+    raw = []
+    for row, (first, total) in enumerate(zip(firsts, totals, strict=True)):
+        states = torch.randn(2, total, case.head_dim).to(dtype)
+        for column in range(first // PAGE, -(-total // PAGE)):
+            table[row, column] = next(free)
+        position = torch.arange(first, total)
+        cache[table[row, position // PAGE].long(), 0, position % PAGE] = torch.cat([*states[:, first:]], -1)
+        raw.append(states)
+    query = torch.randn(sum(new), case.group, case.head_dim).to(dtype)
+    sinks = torch.randn(case.group).mul(3).to(dtype) if case.learned else None
+    scoring = Scoring(case.head_dim**-0.5, case.softcap, sinks=sinks)
+    size = paged_budgets.block_size(case.group, max(new), case.head_dim, dtype)
+    starts = torch.tensor([0, *accumulate(new)], dtype=torch.int32, device=device)
+    of_requests = (torch.tensor(part, dtype=torch.int32, device=device) for part in (pasts, prompts))
+    divided = paged_budgets.Blocks.of(starts[:-1], starts.diff(), *of_requests, new, size, case.programs)
+    assert (divided.parts > 1) == (max(new) == 1 and case.programs > len(new))
+    output = torch.full_like(query, torch.nan, device=device)
+    moved_scoring = scoring._replace(sinks=None if sinks is None else sinks.to(device))
+    states = query.to(device), cache.to(device), table.to(device)
+    paged_budgets.attend(*states, divided, case.kept, moved_scoring, output)
+
+    def reference(query: torch.Tensor, *raw: torch.Tensor) -> torch.Tensor:
+        result = []
+        for (past, count), first, states in zip(zip(pasts, new, strict=True), firsts, raw, strict=True):
+            for place in range(past, past + count):
+                keys, values = states[:, None, first : place + 1].expand(-1, case.group, -1, -1)
+                allowed = torch.ones(keys.shape[1], dtype=torch.bool)
+                asked = query[len(result)][:, None]
+                result.append(softmax(asked, keys, values, allowed, scoring)[:, 0])
+        return torch.stack(result)
+
+    check(output.cpu(), reference, [query, *raw])
 
 
 def dequantized(tiles: Tiles, how: Quantization, dtype: torch.dtype) -> torch.Tensor:

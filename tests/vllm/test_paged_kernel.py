@@ -1,4 +1,4 @@
-"""Attention over codes in pages by Triton, in its interpreter (`make test-kernels`) and on a GPU (`make test-gpu`)."""
+"""Attention over pages by Triton, in its interpreter (`make test-kernels`) and on a GPU (`make test-gpu`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsurgery.templates.kv_codes import nearest
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.templates.kv_rounding import QueryRounding
 from kvsurgery.vllm import paged_codes
-from tests.helpers.paged_cases import HEADS, PACK, PAGED, Paged, check_pack, check_paged
+from tests.helpers.paged_cases import HEADS, KEPT, PACK, PAGED, Kept, Paged, check_kept, check_pack, check_paged
 
 # Triton 3.6 with a newer numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -31,6 +31,15 @@ def test_attention_is_that_over_what_tiles_stand_for(number: int, case: Paged) -
             check_paged(case, dtype, DEVICE)
     else:
         check_paged(case, DTYPES[number % 2], DEVICE)
+
+
+@pytest.mark.parametrize(("number", "case"), enumerate(KEPT), ids=map(str, KEPT))
+def test_budgeted_heads_see_what_they_have_kept_and_all_of_a_prompt_that_is_read(number: int, case: Kept) -> None:
+    if DEVICE == "cuda":
+        for dtype in (*DTYPES, torch.bfloat16):
+            check_kept(case, dtype, DEVICE)
+    else:
+        check_kept(case, DTYPES[number % 2], DEVICE)
 
 
 def test_a_long_prompt_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
