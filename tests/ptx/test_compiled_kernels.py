@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kvsurgery.templates.kv_codes import nearest  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
 from tests.helpers.kernel_cases import FULL, TURNS, Decode, Packed  # noqa: E402
-from tests.helpers.paged_cases import PACK, PAGED, Paged, check_pack, check_paged  # noqa: E402
+from tests.helpers.paged_cases import KEPT, PACK, PAGED, Kept, Paged, check_kept, check_pack, check_paged  # noqa: E402
 from tests.ptx.launches import Emulator, install  # noqa: E402
 
 ALL = os.environ.get("PTX_CASES") == "all"
@@ -101,6 +101,17 @@ IN_PAGES += [(target, case, name) for target in (80, 90) for case in PAGED for n
 def test_attention_over_pages(emulator: Emulator, case: Paged, name: str) -> None:
     check_paged(case, DTYPES[name], "cpu")
     assert "_attend_kernel" in emulator.launches
+
+
+# decoding by several programs for each query, and prompts that are read beside
+BUDGETED = [(80, KEPT[0], "bf16"), (90, KEPT[3], "fp16"), (80, KEPT[4], "bf16")]
+BUDGETED += [(target, case, name) for target in (80, 90) for case in KEPT for name in DTYPES] if ALL else []
+
+
+@pytest.mark.parametrize(("emulator", "case", "name"), BUDGETED if OLDEST else BUDGETED[:1], indirect=["emulator"])
+def test_what_budgeted_heads_keep_in_pages(emulator: Emulator, case: Kept, name: str) -> None:
+    check_kept(case, DTYPES[name], "cpu")
+    assert "_attend_pages_kernel" in emulator.launches
 
 
 @pytest.mark.parametrize("emulator", [80], indirect=True)

@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kvsurgery.templates.kv_decode import PROGRAMS, STAGES  # noqa: E402
 from kvsurgery.templates.kv_layout import TILE, Quantization  # noqa: E402
 from kvsurgery.templates.kv_softmax import Scoring  # noqa: E402
+from kvsurgery.vllm import paged_budgets  # noqa: E402
 from kvsurgery.vllm.paged_codes import Pages, QueryBlocks, attend, block_size, lines  # noqa: E402
 from kvsurgery.vllm.paged_pack import pack  # noqa: E402
 from kvsurgery.vllm.pages import from_page  # noqa: E402
@@ -103,3 +104,26 @@ def test_resources(
     check(kernel, tmp_path, PROGRAMS, STACK)
     check(compiled["_combine_kernel"], tmp_path, 1)
     check(compiled["_pack_due_kernel"], tmp_path, 1, PACK_STACK)
+
+
+# head_dim, query heads of a KV head, new tokens
+KEPT = [(128, 4, 1), (128, 4, 64), (256, 8, 1), (256, 1, 64), (64, 8, 64)]
+
+
+@pytest.mark.parametrize(
+    ("compiled", "head_dim", "group", "new"),
+    [(target, *case) for target, few in ((80, not OLDEST), (90, OLDEST)) for case in KEPT[: 2 if few else None]],
+    indirect=["compiled"],
+)
+def test_resources_of_budgeted_heads(compiled: dict, head_dim: int, group: int, new: int, tmp_path: Path) -> None:  # noqa: F811
+    dtype = torch.bfloat16
+    cache, query = torch.zeros(4, 1, SIZE, 2 * head_dim, dtype=dtype), torch.zeros(new, group, head_dim, dtype=dtype)
+    first, count, past = (torch.tensor([number], dtype=torch.int32) for number in (0, new, 500))
+    size = paged_budgets.block_size(group, new, head_dim, dtype)
+    blocks = paged_budgets.Blocks.of(first, count, past, past, [new], size, programs=8)
+    table = torch.zeros(1, 8, dtype=torch.int32)
+    paged_budgets.attend(query, cache, table, blocks, 90, Scoring(0.1), torch.empty_like(query))
+    kernel = compiled["_attend_pages_kernel"]
+    assert kernel.asm["ttgir"].count("async_copy_global_to_local") >= 2 * STAGES
+    check(kernel, tmp_path, PROGRAMS)
+    assert ("_combine_kernel" in compiled) == (new == 1)
