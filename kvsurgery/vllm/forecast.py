@@ -108,9 +108,8 @@ def serving_limits(config: Any) -> tuple[str, ...]:
 
 
 def holds_codes_anywhere(layout: KVLayout, config: Any) -> bool:
-    """Whether vLLM's pages hold the tiles wherever it serves this config; it serves budgets on CPUs only."""
-    on_gpus = kernels_read(layout) and not is_stateful(config)
-    return holds_codes(layout) and (on_gpus or any(layer.budgets for layer in layout.layers))
+    """Whether vLLM's pages hold the tiles wherever it serves this config."""
+    return holds_codes(layout) and kernels_read(layout) and not is_stateful(config)
 
 
 def ignored(config: Any, codes: bool) -> Iterator[str]:
@@ -128,7 +127,7 @@ def ignored(config: Any, codes: bool) -> Iterator[str]:
             "trust_remote_code=True for these"
         )
     if has_budgets(config):
-        yield "vLLM serves budgeted heads on a CPU in one process, without its prefix cache, and refuses beams"
+        yield "vLLM serves budgeted heads in one process, without its prefix cache, and refuses beams"
 
 
 def has_budgets(config: Any) -> bool:

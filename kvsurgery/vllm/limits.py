@@ -12,7 +12,7 @@ from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_rounding import with_factors
 from kvsurgery.vllm.architectures import DENSE
 from kvsurgery.vllm.forecast import ELSEWHERE, has_bidirectional_images, ignored, servable_layout
-from kvsurgery.vllm.quantized import in_pages
+from kvsurgery.vllm.quantized import have_kernels, in_models_dtype, in_pages
 
 logger = init_logger("vllm.kvsurgery")
 
@@ -60,7 +60,8 @@ def check(vllm_config: Any) -> None:
         )
         return
     layout = checked_layout(vllm_config)
-    if any(layer.budgets for layer in layout.layers):
+    budgets = any(layer.budgets for layer in layout.layers)
+    if budgets:
         from kvsurgery.vllm.requests import refuse_beams_and_growing_prompts  # imports the classes of vLLM's server
 
         vllm_config.cache_config.enable_prefix_caching = False  # heads move tokens, in blocks that others would share
@@ -68,10 +69,11 @@ def check(vllm_config: Any) -> None:
     codes = in_pages(layout, vllm_config)
     for line in ignored(config, codes=codes):
         logger.warning("kvsurgery: %s", line)
-    if codes and not current_platform.is_cpu():
+    if (codes or budgets) and not current_platform.is_cpu():
         logger.warning(
-            "kvsurgery: the kernels that read quantized caches in vLLM's pages have not run on a GPU, only in Triton's "
-            "interpreter and an emulator: compare some answers with those of transformers, %s",
+            "kvsurgery: the kernels that read %s in vLLM's pages have not run on a GPU, only in Triton's interpreter "
+            "and an emulator: compare some answers with those of transformers, %s",
+            "quantized caches" if codes else "budgeted heads",
             ORIGINAL,
         )
     if vllm_config.lora_config is not None:
@@ -135,20 +137,26 @@ def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
         raise ServingError(f"two micro-batches a step have not been tested; leave out --enable-dbo, {ORIGINAL}")
     if cache.kv_sharing_fast_prefill:
         raise ServingError(f"--kv-sharing-fast-prefill has not been tested; leave it out, {ORIGINAL}")
-    if any(layer.budgets for layer in layout.layers):
+    budgets = any(layer.budgets for layer in layout.layers)
+    if budgets:
         _check_budget_settings(vllm_config)
     windowed = any(layer.streaming and not layer.native for layer in layout.layers)
-    if cache.cache_dtype not in WHOLE_CACHE and (windowed or current_platform.is_cpu()):
+    on_cpu = current_platform.is_cpu()
+    copied = budgets or (windowed and on_cpu)  # keys and values come into the cache without a kernel of vLLM's
+    shown = in_models_dtype(vllm_config) if copied else cache.cache_dtype in WHOLE_CACHE
+    if not shown and (copied or windowed or on_cpu):
         raise ServingError(
-            f"a {cache.cache_dtype} KV cache has not been shown right for streaming heads; leave out "
+            f"a {cache.cache_dtype} KV cache has not been shown right for streaming and budgeted heads; leave out "
             f"--kv-cache-dtype, {ORIGINAL}"
         )
 
 
 def _check_budget_settings(vllm_config: Any) -> None:
     """Raise ServingError for a feature of vLLM that has not been made to work with budgeted heads."""
-    if not current_platform.is_cpu():
-        raise ServingError(f"budgeted heads have no kernel for vLLM's pages on a GPU; {ELSEWHERE}")
+    if not (current_platform.is_cpu() or have_kernels(current_platform, vllm_config.model_config.dtype)):
+        raise ServingError(
+            f"on a GPU, budgeted heads have a kernel in 16 bit on NVIDIA's from Ampere on only; {ELSEWHERE}"
+        )
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         raise ServingError(f"budgeted heads are served by one process; leave out --tensor-parallel-size, {ORIGINAL}")
     if vllm_config.speculative_config is not None:

@@ -123,13 +123,16 @@ def _attend_pages_kernel(
     position = tl.load(fields + 3)
     begin = tl.maximum(tl.load(fields + 4) - kept, 0)
     stop = position + count
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
     share = ((stop - begin + N - 1) // N + parts - 1) // parts * N
     begin += part * share
     end = tl.minimum(begin + share, stop)
 
     DP: tl.constexpr = _padded(D)
-    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
+    m = tl.arange(0, M)
+    n = tl.arange(0, N)
+    d = tl.arange(0, DP)
     in_head = (d < D)[None, :]
     in_block = m < count * G
     rows = token * G + m
@@ -183,7 +186,8 @@ def attend(
         output: [tokens, query_heads, head_dim], contiguous; tokens that are in no block stay as they are.
     """
     group, head_dim = query.shape[1:]
-    rows, programs = len(blocks.rows), len(blocks.rows) * blocks.parts
+    rows = len(blocks.rows)
+    programs = rows * blocks.parts
     combined = blocks.parts > 1
     target, lse = output, None
     if combined:

@@ -18,15 +18,20 @@ def in_pages(layout: KVLayout, vllm_config: Any) -> bool:
         holds_codes(layout)
         and (
             current_platform.is_cpu()
-            or (kernels_read(layout) and not model.is_hybrid and _have_kernels(current_platform, model.dtype))
+            or (kernels_read(layout) and not model.is_hybrid and have_kernels(current_platform, model.dtype))
         )
         and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-        and vllm_config.cache_config.cache_dtype in ("auto", str(model.dtype).removeprefix("torch."))
+        and in_models_dtype(vllm_config)
     )
 
 
-def _have_kernels(platform: Any, dtype: Any) -> bool:
-    """Whether Triton kernels attend to tiles there: on GPUs of NVIDIA from Ampere on, in 16 bit."""
+def in_models_dtype(vllm_config: Any) -> bool:
+    """Whether vLLM's cache has the dtype of the model."""
+    return vllm_config.cache_config.cache_dtype in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch."))
+
+
+def have_kernels(platform: Any, dtype: Any) -> bool:
+    """Whether Triton kernels of our own attend to pages there: on GPUs of NVIDIA from Ampere on, in 16 bit."""
     return platform.is_cuda() and platform.has_device_capability(80) and dtype.itemsize == 2
 
 
@@ -55,6 +60,6 @@ def kernels_read(layout: KVLayout) -> bool:
     """
     return all(
         (layer.quantization or not layer.full)
-        and not (layer.native or layer.quantized_window or layer.source is not None)
+        and not (layer.native or layer.quantized_window or layer.budgets or layer.source is not None)
         for layer in layout.layers
     )

@@ -88,7 +88,8 @@ class BudgetedBuilder(AttentionMetadataBuilder[Step]):
         """
         if not metadata.is_prefilling.any():
             return {}
-        starts, totals = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens_cpu_upper_bound.tolist()
+        starts = metadata.query_start_loc_cpu.tolist()
+        totals = metadata.seq_lens_cpu_upper_bound.tolist()
         requests = {
             row: Reading(starts[row], totals[row] - count, totals[row], prompt, metadata.block_table_tensor[row])
             for row, (count, prompt) in enumerate(zip(new, prompts.tolist(), strict=True))
@@ -119,7 +120,8 @@ class BudgetedImpl(SelectingImpl, PagesImpl):
         """
         if attn_metadata is None:  # a step without requests, to measure memory
             return output.fill_(0)
-        step, kept = attn_metadata, layer.budget + layer.selection.window
+        step = attn_metadata
+        kept = layer.budget + layer.selection.window
         states = torch.cat((key[: step.tokens], value[: step.tokens]), -1)[:, 0]
         rows_of(kv_cache).index_copy_(0, step.slots.rows(kv_cache), states)
         scoring = Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks)

@@ -60,7 +60,7 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
         "kv_offloading_size": None,
     }
     parts = {
-        "model_config": SimpleNamespace(hf_config=config, multimodal_config=images),
+        "model_config": SimpleNamespace(hf_config=config, multimodal_config=images, dtype=torch.float32),
         "parallel_config": SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
         "cache_config": SimpleNamespace(**{**cache, **changes.pop("cache", {})}),
         "scheduler_config": SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -185,6 +185,17 @@ def test_vllms_own_config_passes_refusals_on(case: str, tmp_path: Path) -> None:
         pass
 
 
+def move_to(kind: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM's platform be another one."""
+    platform = SimpleNamespace(
+        is_cpu=lambda: kind == "cpu",
+        is_cuda=lambda: kind == "cuda",
+        has_device_capability=lambda least: capability >= least,
+    )
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform)
+    monkeypatch.setattr(limits, "current_platform", platform)
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "int4_per_token_head", "nvfp4"])
 def test_no_cache_is_quantized_for_streaming_heads_on_a_gpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "current_platform", SimpleNamespace(is_cpu=lambda: False))
@@ -208,27 +219,38 @@ def test_no_cache_is_quantized_for_streaming_heads_on_a_gpu(dtype: str, monkeypa
 def test_where_pages_hold_codes(
     kind: str, capability: int, dtype: torch.dtype, expected: bool, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    platform = SimpleNamespace(
-        is_cpu=lambda: kind == "cpu",
-        is_cuda=lambda: kind == "cuda",
-        has_device_capability=lambda least: capability >= least,
-    )
-    monkeypatch.setattr(vllm.platforms, "current_platform", platform)
+    move_to(kind, capability, monkeypatch)
     config = settings({"quantization": asdict(Quantization(4))})
     config.model_config.dtype, config.model_config.is_hybrid = dtype, False
     layout = servable_layout(config.model_config.hf_config)
     assert in_pages(layout, config) == expected
-    monkeypatch.setattr(limits, "current_platform", platform)
     start(config)
     assert any("have not run on a GPU" in line for line in lines) == (expected and kind != "cpu")
     config.cache_config.cache_dtype = "fp8"
     assert not in_pages(layout, config)
 
 
-def test_budgeted_heads_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    with pytest.raises(ServingError, match=r"no kernel .* on a GPU; use transformers"):
-        start(settings(BUDGETS))
+@pytest.mark.parametrize(("budgets", "dtype"), [(True, "bfloat16"), (False, "float16")])
+def test_where_new_tokens_are_copied_the_cache_has_the_models_dtype(budgets: bool, dtype: str) -> None:
+    with pytest.raises(ServingError, match=f"{dtype} KV cache .* leave out --kv-cache-dtype"):
+        start(settings(BUDGETS if budgets else {}, cache={"cache_dtype": dtype}))
+    start(settings(BUDGETS if budgets else {}, cache={"cache_dtype": "float32"}))
+
+
+def test_budgeted_heads_are_served_on_a_gpu_that_has_kernels(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = {**BUDGETS, "quantization": asdict(Quantization(8))}
+    for section in (BUDGETS, tiles):
+        config = settings(section)
+        for capability, dtype in ((90, torch.float32), (75, torch.float16)):
+            config.model_config.dtype = dtype
+            move_to("cuda", capability, monkeypatch)
+            with pytest.raises(ServingError, match=r"a kernel in 16 bit on NVIDIA's .* use transformers"):
+                start(config)
+        move_to("cuda", 80, monkeypatch)
+        lines.clear()
+        start(config)
+        assert any("read budgeted heads in vLLM's pages have not run on a GPU" in line for line in lines)
+        assert any("ignores the quantized cache" in line for line in lines) == (section == tiles)
 
 
 @pytest.mark.parametrize(("section", "cached"), [({}, True), (BUDGETS, False)], ids=["streaming", "budgets"])
