@@ -87,6 +87,15 @@ def test_models_whose_layers_have_states_beside_their_heads(stateful: dict) -> N
     assert forecast({**quantized, **stateful}) == forecast(config())
 
 
+def test_budgets_are_forecast_in_the_dtype_that_they_have_on_a_gpu() -> None:
+    budgets = config([BUDGETS] * 2, selection=SELECTION)
+    quantized = config([BUDGETS] * 2, selection=SELECTION, quantization=QUANTIZATION)
+    codes, heads = serving_limits(quantized)
+    assert "stores 16 bit, except on a CPU" in codes
+    assert [heads] == [*serving_limits(budgets)]
+    assert forecast(quantized) == forecast(budgets)
+
+
 def test_what_vllm_cannot_serve() -> None:
     with pytest.raises(ValueError, match="Gemma3nForCausalLM with a KV cache of the original's size"):
         forecast({**config(), "architectures": ["Gemma3nForCausalLM"]})
