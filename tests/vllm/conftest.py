@@ -18,6 +18,7 @@ collect_ignore_glob = [] if INSTALLED else ["test_*"]
 
 # read when vLLM is imported: the engine in this process, on one thread, with a small cache
 SETTINGS = {
+    "NUMBA_NUM_THREADS": "1",  # numba, which finds n-grams, gives torch as many threads for good
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that it would speed up here
     "VLLM_CPU_KVCACHE_SPACE": "1",
