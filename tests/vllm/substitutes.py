@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, silu, softplus
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import register_cpu_gdn_attention_ops
 from vllm.model_executor.models import minimax_m2
@@ -47,7 +47,7 @@ def linear_attention(mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, outp
         query, key, value = layer.rearrange_mixed_qkv(convolved)
         group = value.shape[2] // key.shape[2]
         query, key = (part.repeat_interleave(group, 2) for part in (query, key))
-        attended, last = torch_chunk_gated_delta_rule(
+        attended, last = torch_recurrent_gated_delta_rule(
             query,
             key,
             value,
