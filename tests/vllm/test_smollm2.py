@@ -26,4 +26,4 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     text = AutoTokenizer.from_pretrained(MODEL)((ROOT / "README.md").read_text())["input_ids"]
     rows = [text[:length] for length in TOKENS]
     with engine(checkpoint.folder) as llm:
-        assert_equal(generate(llm, rows), reference(checkpoint.model, rows))
+        assert_equal(generate(llm, rows, 12), reference(checkpoint.model, rows, 12))
