@@ -19,8 +19,7 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from benchmarks.caches import filled
 from benchmarks.provenance import record_versions
+from benchmarks.real_model.batches import Batch, read, written
 from benchmarks.real_model.programs import FENCE, LEAD, Task, passes, read_tasks
 from benchmarks.real_model.sessions import checked_bytes
 from benchmarks.real_model.which_cache import ORIGINAL, Contender, Converted, Quantized
@@ -43,7 +42,6 @@ from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.tokens import end_tokens, text_of
 
 HELD = 512  # tokens
-GROUP = 64  # tokens that quanto quantizes together: prompts are padded to a multiple, so that no group has two rows
 
 
 def contenders(profile: HeadProfile, measured: str | None) -> list[Contender]:
@@ -78,82 +76,11 @@ def contenders(profile: HeadProfile, measured: str | None) -> list[Contender]:
     ]
 
 
-@dataclass(eq=False)
-class Batch:
-    """Tasks that are answered together, their prompts padded on the left.
-
-    Attributes:
-        tasks: their order is that of the rows.
-        tokens, mask: int64 [rows, tokens]; the mask is 1 where a token is not padding.
-        states: the original's keys and values of the prompts by layer, once it has read them.
-        first: the first token of its answers, int64 [rows, 1].
-    """
-
-    tasks: list[Task]
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    states: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    first: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, tasks: list[Task], tokenizer: PreTrainedTokenizerBase) -> Batch:
-        """Batch of prompts in the chat template."""
-        prompts = [turn_tokens(tokenizer, task.request, LEAD).tolist() for task in tasks]
-        width = -(-max(map(len, prompts)) // GROUP) * GROUP
-        tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        return cls(tasks, tokens, mask)
-
-
-@torch.inference_mode()
-def read(contender: Contender, model: PreTrainedModel, batch: Batch) -> tuple[Any, torch.Tensor]:
-    """A cache that holds the prompts, and the first tokens of the answers.
-
-    What the original reads is kept in the batch, and given to each cache with the same states.
-    """
-    if contender.keeps_states and batch.first is not None:
-        return filled(contender.cache(model), batch.states, batch.mask), batch.first
-    positions = (batch.mask.cumsum(1) - 1).clamp(min=0)
-    options = {"attention_mask": batch.mask, "position_ids": positions, "past_key_values": contender.cache(model)}
-    output = model(batch.tokens, **options, logits_to_keep=1)
-    cache, tokens = output.past_key_values, output.logits[:, -1:].argmax(-1)
-    if contender.name == ORIGINAL:
-        batch.states = [(layer.keys, layer.values) for layer in cache.layers]
-        batch.first = tokens
-    return cache, tokens
-
-
-@torch.inference_mode()
-def written(
-    contender: Contender, model: PreTrainedModel, batch: Batch, ended: Callable[[list[int]], bool]
-) -> list[list[int]]:
-    """Tokens of greedy answers to the prompts of a batch, each up to where it has ended."""
-    answers: list[list[int]] = [[] for _ in batch.tokens]
-    rows, going_on = [*range(len(answers))], {*range(len(answers))}
-    mask, positions = batch.mask, batch.mask.sum(1, keepdim=True) - 1
-    cache, tokens = read(contender, model, batch)
-    while True:
-        for row, [token] in zip(rows, tokens.tolist(), strict=True):
-            if row in going_on:
-                answers[row].append(token)
-        remaining = {row for row in going_on if not ended(answers[row])}
-        if not remaining:
-            return answers
-        mask, positions = torch.cat([mask, mask[:, -1:]], 1), positions + 1
-        if remaining < going_on and contender.drops_rows:
-            kept = torch.tensor([place for place, row in enumerate(rows) if row in remaining])
-            cache.batch_select_indices(kept)
-            rows = [rows[place] for place in kept]
-            tokens, mask, positions = tokens[kept], mask[kept], positions[kept]
-        going_on = remaining
-        options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-        tokens = model(tokens, **options, logits_to_keep=1).logits[:, -1:].argmax(-1)
-
-
 def measure(
     contender: Contender,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    tasks: list[Task],
     batch: Batch,
     new: int,
     folder: Path | None,
@@ -161,6 +88,7 @@ def measure(
     """By task of a batch: whether its answer passes, the answer's tokens, and a hash of its text.
 
     Args:
+        tasks: their order is that of the batch's rows.
         new: tokens of an answer at most.
         folder: where the texts of answers are kept.
     """
@@ -170,7 +98,7 @@ def measure(
         return answer[-1] in ends or len(answer) == new or FENCE in text_of(tokenizer, answer)
 
     results = {}
-    for task, tokens in zip(batch.tasks, written(contender, model, batch, ended), strict=True):
+    for task, tokens in zip(tasks, written(contender, model, batch, ended), strict=True):
         answer = text_of(tokenizer, tokens, skip_special_tokens=True)
         if folder:
             (folder / f"{task.task_id.replace('/', '-')} {contender.name}.txt").write_text(answer, encoding="utf-8")
@@ -247,12 +175,13 @@ def main() -> None:
     tasks = read_tasks(arguments.tasks)[:: arguments.every]
     tasks.sort(key=lambda task: len(turn_tokens(tokenizer, task.request)))
     starts = range(0, len(tasks), arguments.batch)
-    batches = [Batch.of(tasks[start : start + arguments.batch], tokenizer) for start in starts]
+    parts = [tasks[start : start + arguments.batch] for start in starts]
+    batches = [Batch.of([turn_tokens(tokenizer, task.request, LEAD) for task in part]) for part in parts]
     results = report.setdefault("results", {})
     for contender in [by_name[name] for name in names]:
         name, begin = contender.name, time.process_time()
         result = results.get(name, {"tasks": {}, "cpu_seconds": 0})
-        missing = [batch for batch in batches if batch.tasks[0].task_id not in result["tasks"]]
+        missing = [part for part in parts if part[0].task_id not in result["tasks"]]
         if not missing and name != ORIGINAL:
             continue
         model = contender.load(arguments.model, getattr(torch, arguments.dtype), "cpu")
@@ -263,12 +192,12 @@ def main() -> None:
             console.stderr.print(f"left out: {name} ({error})")
             continue
         result["kv_bytes"] = checked_bytes(model, cache, HELD)
-        for batch in batches:
-            if batch not in missing:
+        for part, batch in zip(parts, batches, strict=True):
+            if part not in missing:
                 if name == ORIGINAL:  # others begin with its states
                     read(contender, model, batch)
                 continue
-            result["tasks"] |= measure(contender, model, tokenizer, batch, arguments.new, arguments.answers)
+            result["tasks"] |= measure(contender, model, tokenizer, part, batch, arguments.new, arguments.answers)
             result["cpu_seconds"] += time.process_time() - begin
             begin = time.process_time()
             results[name] = result

@@ -14,8 +14,10 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.real_model import human_eval, programs
+from benchmarks.real_model.batches import Batch, read, written
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.text.chat import turn_tokens
 from tests.docs.pages import ROOT, figures
 from tests.helpers.families import stock
 from tests.helpers.losses import losses
@@ -174,15 +176,16 @@ def test_a_batch_has_the_answers_of_each_prompt_alone(folder: Path, name: str) -
     words = AutoTokenizer.from_pretrained(folder / "model")
     assert words is not None
 
-    def answers(batch: human_eval.Batch) -> list[list[int]]:
-        return human_eval.written(contender, model, batch, lambda answer: len(answer) > answer[0] % 7 + 130)
+    def answers(batch: Batch) -> list[list[int]]:
+        return written(contender, model, batch, lambda answer: len(answer) > answer[0] % 7 + 130)
 
-    batch = human_eval.Batch.of(TASKS, words)
+    prompts = [turn_tokens(words, task.request) for task in TASKS]
+    batch = Batch.of(prompts)
     assert batch.mask.sum(1).unique().numel() > 1
-    alone = [answers(human_eval.Batch.of([task], words))[0] for task in TASKS]
+    alone = [answers(Batch.of([prompt]))[0] for prompt in prompts]
     assert len({len(answer) for answer in alone}) > 1
     assert answers(batch) == alone
-    human_eval.read(original, original.load(folder / "model", torch.float32, "cpu"), batch)
+    read(original, original.load(folder / "model", torch.float32, "cpu"), batch)
     assert batch.states
     assert answers(batch) == alone
 
