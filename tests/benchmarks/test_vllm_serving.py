@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 
 from benchmarks import vllm_serving
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.templates.kv_layout import KVLayout
+from tests.docs.pages import figures
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "tiny-recall" / "model"
@@ -37,3 +39,12 @@ def test_conversions_have_the_bits_and_budgets_that_are_asked_for(tmp_path: Path
         budgets = [budget for layer in layout.layers for budget in layer.budgets]
         assert bool(budgets) == name.startswith("budgets")
         assert not budgets or sum(budgets) == 32 * len(budgets)
+
+
+def test_what_the_docs_say_of_quantized_caches_and_budgets() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "vllm-serving-codes.json").read_text())
+    ratios = report["ratios"]
+    assert round(ratios["100% full, 4 bits"]["concurrency"], 1) == 2.0
+    throughput = [f"{ratios[name]['requests_per_cpu_second']:.2f}" for name in ("100% full, 4 bits", "budgets of 512")]
+    concurrency = [f"{ratios[name]['concurrency']:.1f}" for name in ("50% full, 4 bits", "budgets of 512")]
+    assert {*throughput, *concurrency} <= figures("docs/vllm.md", "requests run at once")
