@@ -232,7 +232,9 @@ def test_shipped_tasks_of_local_rows(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(("name", "later"), [("kvsurgery_passkey", True), ("kvsurgery_cloze", False)])
-def test_shipped_tasks_that_are_made(tmp_path: Path, name: str, later: bool) -> None:
+def test_shipped_tasks_that_are_made(tmp_path: Path, name: str, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # whose name lm-eval asks the Hub for, again and again
+    monkeypatch.setattr("lm_eval.models.dummy.DummyLM.tokenizer", None)
     text = tmp_path / "text.txt"
     text.write_text("It is here, said Mary. Where is it? The answer is here, said Mary. " * 90)
     options = {"max_seq_lengths": [300, 500], "text": str(text)}
