@@ -22,7 +22,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from triton._C.libtriton import llvm  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import compiler  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
@@ -84,23 +83,25 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def allocated(compiled: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
     """As `compiled`, only as far as shared memory is allocated: there is no machine code."""
 
-    def no_code(self, source, metadata, *args) -> str:
-        metadata["name"] = "kernel"
+    def allocate(self, source, metadata, options, capability) -> str:
+        passes = compiler.passes
+        manager = compiler.ir.pass_manager(source.context)
+        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+        passes.ttgpuir.add_allocate_warp_groups(manager)
+        passes.convert.add_scf_to_cf(manager)
+        passes.gluon.add_inliner(manager)
+        version = compiler.get_ptx_version_from_options(options, capability)
+        compiler.nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, version)
+        manager.run(source, "allocate")
+        metadata |= {"name": "kernel", "shared": source.get_int_attr("ttg.shared")}
         return ""
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler.CUDABackend, "make_ptx", no_code)
+    monkeypatch.setattr(compiler.CUDABackend, "make_llir", allocate)
+    monkeypatch.setattr(compiler.CUDABackend, "make_ptx", lambda *args: "")
     monkeypatch.setattr(compiler.CUDABackend, "make_cubin", lambda *args: b"")
-    monkeypatch.setattr(compiler, "llvm", Unoptimized())
     driver.set_active(Device(driver.active.target.arch, number=1000))
     return compiled
-
-
-class Unoptimized:
-    """Triton's LLVM, which leaves the code as it is."""
-
-    def __getattr__(self, name: str):
-        return (lambda *args: None) if name == "optimize_module" else getattr(llvm, name)
 
 
 def cases(names: str, nearest: list[tuple], *others: tuple) -> pytest.MarkDecorator:
