@@ -29,17 +29,14 @@ if DEVICE == "cuda":  # arithmetic in bfloat16 is wrong in the interpreter
 
 
 def by_turns(cases: Iterable, kind: Callable = lambda case: None) -> pytest.MarkDecorator:
-    """Every third case of a kind, by turns in one dtype and in the other; a kind's only case in all.
-
-    On a GPU every case in every dtype.
-    """
+    """Every third case of a kind, by turns in one dtype and in the other; on a GPU every case in every dtype."""
     kinds, given = defaultdict(list), []
     for case in cases:
         kinds[kind(case)].append(case)
     for own in kinds.values():
         for number, case in enumerate(own):
             for turn, (name, dtype) in enumerate(DTYPES.items()):
-                if DEVICE == "cuda" or len(own) == 1 or number % 6 == 3 * turn:
+                if DEVICE == "cuda" or number % 6 == 3 * turn:
                     label = "-".join(map(str, case)) if type(case) is tuple else str(case)
                     given.append(pytest.param(case, dtype, id=f"{label}-{name}"))
     return pytest.mark.parametrize(("case", "dtype"), given)
