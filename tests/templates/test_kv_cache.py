@@ -100,14 +100,14 @@ def test_beams_and_assisted_decoding_cost_what_is_predicted(mixed, llama, layout
 def test_streaming_heads_stay_constant_and_storage_is_not_copied(llama, layout):
     cache = llama(tokens(1, 20)).past_key_values
     places, bytes_at = set(), {}
-    for step in range(300):
+    for step in range(100):
         llama(tokens(1, 1, seed=step), past_key_values=cache)
         places.add(cache.layers[0].heads[0].groups[0].keys.data_ptr())
         bytes_at[step] = cache.layers[0].heads[-1].groups[0].keys.nbytes
-    assert len(places) < 20  # 300 steps: storage grew by a quarter each time, not token by token
+    assert len(places) < 12  # 100 steps: storage grew by a quarter each time, not token by token
     assert len(set(bytes_at.values())) == 1
     capacity = cache.layers[0].capacity
-    assert 320 <= capacity <= 400
+    assert 120 <= capacity <= 150
     assert cache.allocated_bytes() == layout.kv_bytes(1, capacity, itemsize=4)
 
 
