@@ -36,18 +36,18 @@ def decode(
     layer.pack()
     table = layer.storage.table()
     columns = layer.columns.on(query.device)
-    rotated_query = kv_store.append(table, columns, query[:, :, 0], key, value)
+    rotated_query = kv_store.append(table, columns, query.squeeze(2), key, value)
     for heads in layer.heads:
-        heads.watch_step(columns, rotated_query[:, :, None])
+        heads.watch_step(columns, rotated_query)
     layer.advance(1)
-    return kv_decode.decode(rotated_query, table, columns, scoring)[:, :, None]
+    return kv_decode.decode(rotated_query, table, columns, scoring).unsqueeze(2)
 
 
 def decode_stored(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """Attend from a token per row that `decode` has stored."""
     table = layer.storage.table()
-    rotated_query = layer.storage.rotated_query(query)
-    return kv_decode.decode(rotated_query[:, :, 0], table, layer.columns.on(query.device), scoring)[:, :, None]
+    rotated_query = layer.storage.rotated_query(query).squeeze(2)
+    return kv_decode.decode(rotated_query, table, layer.columns.on(query.device), scoring).unsqueeze(2)
 
 
 def attend(

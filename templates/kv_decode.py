@@ -4,7 +4,6 @@ Batches of many rows have one more, which plans.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +11,7 @@ from .kv_kernels import (
     LOWEST,
     TILE_BYTES,
     TILE_TOKENS,
+    Launch,
     _accumulate,
     _matrix,
     _padded,
@@ -24,6 +24,7 @@ from .kv_kernels import (
     _strides,
     _tiles,
     _times_matrix,
+    prepared,
     tl,
     triton,
 )
@@ -164,10 +165,10 @@ def _plan_kernel(
 @triton.jit(do_not_specialize=[*SIZES, "tiles"])
 def _decode_kernel(
     q_ptr,  # [batch, heads * G, D]
+    columns_ptr,  # [1]
     k_ptr,  # [batch, slots of all heads, D]
     v_ptr,
     offset_ptr,  # [heads]
-    columns_ptr,  # [1]
     skipped_ptr,  # [batch, heads]
     sink_ptr,  # [heads]
     ring_ptr,
@@ -378,12 +379,12 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["rows", "heads", "programs", "rotated"])
 def _combine_kernel(
+    out_ptr,  # [rows, G, D]
+    logit_ptr,  # [heads * G] of learned sinks, or None
     partial_ptr,  # [programs + SEGMENTS * rows, G, D]
     lse_ptr,  # [programs + SEGMENTS * rows, G]
     end_ptr,  # [SEGMENTS * rows]
-    logit_ptr,  # [heads * G] of learned sinks, or None
     matrix_ptr,  # [D, D] in fp32, or None
-    out_ptr,  # [rows, G, D]
     rows,
     heads,
     programs,
@@ -459,122 +460,87 @@ def decode(
     Returns:
         [batch, query_heads, head_dim], rotated back where values are stored rotated.
     """
-    batch, query_heads, head_dim = query.shape
-    slots = _slots(table)
-    tiles = _tiles(table, torch.int16)
-    heads = len(table.offsets)
-    group, rows = query_heads // heads, batch * heads
-    assert query.stride(2) == 1
-    walk = _walk(query, table)
-    segments, options = walk.segments, walk.options
-    programs = min(programs or PROGRAMS * _multiprocessors(query.device), walk.max_units)
-    partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
-    lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=query.device)
-    ends = torch.empty(segments * rows, dtype=torch.int32, device=query.device)
-    out = torch.empty(batch, query_heads, head_dim, dtype=query.dtype, device=query.device)
-    starts = torch.empty(programs, dtype=torch.int32, device=query.device) if rows > ALONE else None
-    line = {"end_ptr": ends, "rows": rows, "SEGMENTS": segments}
-    parts = {"partial_ptr": partial, "lse_ptr": lse, "G": group, **line}
-    plan = {
-        "columns_ptr": columns,
-        "skipped_ptr": table.skipped,
-        "count_ptr": table.counts,
-        "start_ptr": starts,
-        **_strides(table.skipped, "skipped_batch", "skipped_head"),
-        "N": walk.tokens,
-    }
+    prepare, settings = lambda: _launches(query, table, scoring, programs), (scoring.scale, scoring.softcap, programs)
+    plan, attend, combine = prepared(table, prepare, (query, scoring.sinks), *settings)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(query):
-        if starts is not None:
-            _plan(table, tiles, {**plan, **line}, programs, options["PACKED_N"])
-        _decode_kernel[(programs,)](
-            **slots,
-            **tiles,
-            **options,
-            **parts,
-            **plan,
-            **_score_factors(scoring),
-            q_ptr=query,
-            recent_ptr=table.recents,
-            **_strides(query, "q_batch", "q_head"),
-            M=walk.members,
-            LANES=WARP if segments * rows <= WARP else ALONE * segments,
-            ASM=torch.version.hip is None and query.element_size() == 2 and not triton.knobs.runtime.interpret,
-            num_warps=4,
-            num_stages=walk.stages,
-            enable_fp_fusion=True,
-            **_registers(),
-        )
-        _combine_kernel[(rows, group)](
-            **parts,
-            **_matrix(table),
-            logit_ptr=scoring.sinks,
-            out_ptr=out,
-            heads=heads,
-            programs=programs,
-            rotated=table.rotated_values,
-            D=head_dim,
-            PARTS=PARTS // max(_padded(head_dim) // 128, 1),
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+        if plan is not None:
+            plan(columns)
+        attend(query, columns)
+        combine(out, scoring.sinks)
     return out
 
 
-class _Walk(NamedTuple):
-    """How the decode kernel walks its line of units."""
-
-    tokens: int  # of a unit of slots
-    max_units: int  # units there can be
-    segments: int  # of a pair of a row and a KV head: its slots, and with tiles its packed tokens before
-    members: int  # rows of dots
-    options: dict  # of packed tokens; None without any
-    stages: int
-
-
-def _walk(query: torch.Tensor, table: HeadTable) -> _Walk:
-    """Units, dots and stages of a layer's decode."""
-    batch, query_heads, head_dim = query.shape
-    heads = len(table.offsets)
-    itemsize = query.element_size()
-    padded_dim = _padded(head_dim)
-    tokens = min(max(TILE_BYTES // (padded_dim * itemsize), 16), 64)
+def _launches(query: torch.Tensor, table: HeadTable, scoring: Scoring, programs: int | None) -> tuple:
+    """The launches of `decode` over a table for queries of this form, with memory for what they leave each other."""
+    assert query.stride(2) == 1
+    (batch, query_heads, head_dim), heads, device = query.shape, len(table.offsets), query.device
+    group, rows, itemsize = query_heads // heads, batch * heads, query.element_size()
+    storage = {**_slots(table), **_tiles(table, torch.int16)}
+    tokens = min(max(TILE_BYTES // (_padded(head_dim) * itemsize), 16), 64)  # of a unit of slots
     max_units = batch * (table.keys.shape[1] // tokens + heads)
-    query_rows = _power(query_heads // heads)
-    segments = 1
-    members = max(16, query_rows)
-    options = dict.fromkeys(PACKED_OPTIONS)
+    segments, options = 1, dict.fromkeys(PACKED_OPTIONS)  # of a row's KV head: slots, and packed tokens before them
     if table.tiles is not None and table.quantization is not None:
-        segments, options = 2, _packed().options(head_dim, query_rows, table.quantization)
+        from . import kv_packed  # which only checkpoints with quantized caches carry
+
+        segments, options = 2, kv_packed.options(head_dim, _power(group), table.quantization)
         max_units += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
-    # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB
-    stages = STAGES if itemsize == 2 or segments == 1 else 1
-    return _Walk(tokens, max_units, segments, members, options, stages)
-
-
-def _plan(table: HeadTable, tiles: dict, arguments: dict, programs: int, packed_tokens: int | None) -> None:
-    """Launch what counts the units of large batches and finds where every program's share starts."""
-    segments, rows = arguments["SEGMENTS"], arguments["rows"]
-    _plan_kernel[(1,)](
-        **arguments,
-        **{name: tiles[name] for name in ("packed_ptr", "packed_batch", "packed_head")},
-        sink_ptr=table.sinks,
-        ring_ptr=table.rings,
-        heads=len(table.offsets),
+    programs = min(programs or PROGRAMS * _multiprocessors(device), max_units)
+    partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=device)
+    lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=device)
+    parts = {"partial_ptr": partial, "lse_ptr": lse, "G": group}
+    ends = torch.empty(segments * rows, dtype=torch.int32, device=device)
+    line = {"end_ptr": ends, "rows": rows, "heads": heads, "SEGMENTS": segments}
+    units = {
+        **{name: storage[name] for name in ("sink_ptr", "ring_ptr", "packed_ptr", "packed_batch", "packed_head")},
+        "skipped_ptr": table.skipped,
+        "count_ptr": table.counts,
+        "start_ptr": torch.empty(programs, dtype=torch.int32, device=device) if rows > ALONE else None,
+        **_strides(table.skipped, "skipped_batch", "skipped_head"),
+        "N": tokens,
+        "PACKED_N": options["PACKED_N"],
+    }
+    plan = Launch(
+        _plan_kernel,
+        (1,),
+        **line,
+        **units,
         programs=programs,
         steps=(segments * rows).bit_length(),
-        PACKED_N=packed_tokens,
         LANES=PLANNED,
         num_warps=4,
         enable_fp_fusion=False,
     )
-
-
-@functools.cache
-def _packed() -> Any:
-    """The module that decodes over tiles, which only checkpoints with quantized caches carry."""
-    from . import kv_packed
-
-    return kv_packed
+    attend = Launch(
+        _decode_kernel,
+        (programs,),
+        **{**storage, **options, **parts, **line, **units},
+        **_score_factors(scoring),
+        recent_ptr=table.recents,
+        **_strides(query, "q_batch", "q_head"),
+        M=max(16, _power(group)),
+        LANES=WARP if segments * rows <= WARP else ALONE * segments,
+        ASM=torch.version.hip is None and itemsize == 2 and not triton.knobs.runtime.interpret,
+        num_warps=4,
+        # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB
+        num_stages=STAGES if itemsize == 2 or segments == 1 else 1,
+        enable_fp_fusion=True,
+        **_registers(),
+    )
+    combine = Launch(
+        _combine_kernel,
+        (rows, group),
+        **parts,
+        **line,
+        **_matrix(table),
+        programs=programs,
+        rotated=table.rotated_values,
+        D=head_dim,
+        PARTS=PARTS // max(_padded(head_dim) // 128, 1),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return plan if rows > ALONE else None, attend, combine
 
 
 @functools.cache

@@ -112,7 +112,7 @@ class HeldHeads(BudgetedHeads):
     @torch.inference_mode(False)
     @torch.no_grad()
     def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
-        query = query[:, -len(self.groups) * query.shape[1] // self.layout.heads :]
+        query = query[:, -len(self.groups) * query.shape[1] // self.layout.heads :, None]
         ring = self._query_ring(query)
         ring[:, :, (columns[0] - 1) % ring.shape[2]] = query
 

@@ -13,6 +13,8 @@ bytes that must move over the device's read bandwidth, or operations over the ra
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -108,6 +110,35 @@ def _score_factors(scoring: Scoring) -> dict:
     if scoring.softcap is None:
         return {"scale": scoring.scale * LOG2_E, "cap": 1.0, "CAP": False}
     return {"scale": 2 * scoring.scale / scoring.softcap * LOG2_E, "cap": scoring.softcap * LOG2_E, "CAP": True}
+
+
+class Launch:
+    """A kernel's launch that is repeated with other tensors, which come first in the kernel's signature.
+
+    Triton takes far longer to bind arguments by name than to launch what it has compiled, which takes them in order.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], **arguments):
+        self.kernel, self.grid, self.arguments = kernel, (*grid, 1, 1)[:3], arguments
+        self.values = [arguments[name] for name in kernel.arg_names if name in arguments]
+        self.compiled: Any = None
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        if self.compiled is None:  # the interpreter never compiles
+            self.compiled = self.kernel[self.grid](*tensors, **self.arguments)
+        else:
+            self.compiled[self.grid](*tensors, *self.values)
+
+
+def prepared(table: HeadTable, prepare: Callable[[], Any], tensors: Sequence[torch.Tensor | None], *settings) -> Any:
+    """Launches over a table, as they were prepared for the first tensors of the same form."""
+    launches = {} if table.launches is None else table.launches
+    # Triton compiles other kernels for pointers that are no multiples of 16 bytes
+    forms = [x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors]
+    key = *forms, *settings
+    if key not in launches:
+        launches[key] = prepare()
+    return launches[key]
 
 
 def _strides(states: torch.Tensor, *names: str) -> dict[str, int]:

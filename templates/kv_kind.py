@@ -76,7 +76,7 @@ class Heads:
         """Remember queries at columns from `column` on, which come after the prompt, if they will select."""
 
     def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
-        """Remember queries at the last of `columns`, int32 [1, 1] on the device, without waiting for it."""
+        """Remember queries [batch, query_heads, head_dim] at the last of `columns`, int32 [1, 1], without waiting."""
 
     def advance(self, seen: int) -> None:
         """Learn how many columns have been stored."""

@@ -23,13 +23,13 @@ class HeadTable(NamedTuple):
     skipped: torch.Tensor  # int32 [batch, heads], columns before position 0
     tiles: Any = None  # `Tiles` of all heads; None: there are none
     first_tiles: torch.Tensor | None = None  # int32 [heads], each head's first tile; -1: it has none
-    # int32 [batch, heads], the first tokens after the sinks that are in tiles; a ring may still hold some of them
-    packed: torch.Tensor | None = None
+    packed: torch.Tensor | None = None  # int32 [batch, heads], tokens after the sinks in tiles, maybe in a ring too
     counts: torch.Tensor | None = None  # int32 [heads], tiles that go round a ring; None: no head has a ring of tiles
     quantization: Quantization | None = None
     rotated_keys: int = 0  # heads, the first ones, whose keys are stored rotated
     rotated_values: int = 0
     matrix: torch.Tensor | None = None  # [head_dim, head_dim] in fp32, which rotates them
+    launches: dict | None = None  # prepared for this table alone; None: each is prepared anew
 
     def last(self, heads: int) -> "HeadTable":
         """The last heads alone, of which none has a ring of tiles."""
@@ -38,6 +38,7 @@ class HeadTable(NamedTuple):
         parts = {name: getattr(self, name) for name in names}
         return self._replace(
             counts=None,
+            launches=None,
             rotated_keys=max(self.rotated_keys - heads_before, 0),
             rotated_values=max(self.rotated_values - heads_before, 0),
             **{name: part if part is None else part[..., heads_before:] for name, part in parts.items()},
@@ -67,9 +68,8 @@ class Storage:
         self, states: torch.Tensor, heads: int, quantized: bool, sink: int | None = None, recent: int = 0
     ) -> HeadGroup:
         """Empty storage for `heads` heads like `states`, which may be quantized; without a sink they are full."""
-        group = HeadGroup(states, heads, sink, recent)
-        self.groups.append(group)
-        return group
+        self.groups.append(HeadGroup(states, heads, sink, recent))
+        return self.groups[-1]
 
     @property
     def nbytes(self) -> int:
@@ -124,11 +124,11 @@ class Storage:
         values = [getattr(group, name) for group in self.groups for _ in range(group.heads)]
         return on_device([*zip(*values, strict=True)], self.groups[0].keys.device, torch.int32)
 
-    @torch.inference_mode(False)  # later selections write to it
     def table(self) -> HeadTable:
         """The heads as the kernels see them; the same tensors until storage moves."""
         if self.made is None:
-            self.made = self._make()
+            with torch.inference_mode(False):  # later selections write to it
+                self.made = self._make()._replace(launches={})
         return self.made
 
     def _make(self) -> HeadTable:

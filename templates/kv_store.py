@@ -2,7 +2,7 @@
 
 import torch
 
-from .kv_kernels import _matrix, _padded, _slots, _strides, _times_matrix, tl, triton
+from .kv_kernels import Launch, _matrix, _padded, _slots, _strides, _times_matrix, prepared, tl, triton
 from .kv_storage import HeadTable
 
 # of kernels that pack tiles: the function that does, and its options
@@ -11,15 +11,15 @@ PACK_OPTIONS = "PACK", "K_BITS", "V_BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLU
 
 @triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "heads", "rotated_keys", "rotated_values"])
 def _append_kernel(
-    k_ptr,
-    v_ptr,
     q_ptr,  # [batch, heads * G, D]
     new_k_ptr,  # [batch, heads, D]
     new_v_ptr,
     rotated_q_ptr,  # [batch, heads * G, D], or None
+    columns_ptr,
+    k_ptr,
+    v_ptr,
     matrix_ptr,  # [D, D] in fp32, or None
     offset_ptr,
-    columns_ptr,
     skipped_ptr,
     sink_ptr,
     ring_ptr,
@@ -88,31 +88,34 @@ def append(
     Returns:
         The queries that attend to these keys: [batch, query_heads, head_dim], rotated where keys are.
     """
+    launch = prepared(table, lambda: _launch(table, query, keys, values), (query, keys, values))
+    rotated_query = torch.empty_like(query, memory_format=torch.contiguous_format) if table.rotated_keys else None
+    with torch.cuda.device_of(keys):
+        launch(query, keys, values, rotated_query, columns)
+    return query if rotated_query is None else rotated_query
+
+
+def _launch(table: HeadTable, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Launch:
+    """The launch of `append` for a table and inputs of this form."""
     assert query.stride(2) == keys.stride(3) == values.stride(3) == 1
     batch, heads = keys.shape[:2]
     group = query.shape[1] // heads
-    rotated_query = torch.empty_like(query, memory_format=torch.contiguous_format) if table.rotated_keys else None
-    with torch.cuda.device_of(keys):
-        _append_kernel[(batch * heads, 2 if rotated_query is None else 2 + group)](
-            **_slots(table),
-            **_matrix(table),
-            q_ptr=query,
-            new_k_ptr=keys,
-            new_v_ptr=values,
-            rotated_q_ptr=rotated_query,
-            columns_ptr=columns,
-            skipped_ptr=table.skipped,
-            **_strides(query, "q_batch", "q_head"),
-            **_strides(keys, "new_k_batch", "new_k_head"),
-            **_strides(values, "new_v_batch", "new_v_head"),
-            **_strides(table.skipped, "skipped_batch", "skipped_head"),
-            rotated_keys=table.rotated_keys,
-            rotated_values=table.rotated_values,
-            G=group,
-            num_warps=4 if table.rotated_values else 1,
-            enable_fp_fusion=False,
-        )
-    return query if rotated_query is None else rotated_query
+    return Launch(
+        _append_kernel,
+        (batch * heads, 2 + group if table.rotated_keys else 2),
+        **_slots(table),
+        **_matrix(table),
+        skipped_ptr=table.skipped,
+        **_strides(query, "q_batch", "q_head"),
+        **_strides(keys, "new_k_batch", "new_k_head"),
+        **_strides(values, "new_v_batch", "new_v_head"),
+        **_strides(table.skipped, "skipped_batch", "skipped_head"),
+        rotated_keys=table.rotated_keys,
+        rotated_values=table.rotated_values,
+        G=group,
+        num_warps=4 if table.rotated_values else 1,
+        enable_fp_fusion=False,
+    )
 
 
 def pack_options(table: HeadTable) -> dict:
