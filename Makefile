@@ -87,7 +87,7 @@ test-ptx-all: export PTX_CASES = all
 test-ptx-all: PTX += tests/templates/test_kernel_resources.py
 test-ptx-all: test-ptx
 
-PTX = tests/ptx/test_compiled_kernels.py tests/ptx/test_decode_step.py tests/ptx/test_mutations.py
+PTX = tests/ptx/test_compiled_kernels.py tests/ptx/test_decode_step.py tests/ptx/test_host_work.py tests/ptx/test_mutations.py
 
 # the same kernels on a GPU, with the Python that has torch and triton for it: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= python3
