@@ -137,12 +137,14 @@ class Windows:
         pages: bytes of each layer's part of a block.
         size: tokens of a block.
         sink, recent: tokens that stay.
+        stride: tokens by which the start of the window moves, as in `skipped_tokens`.
     """
 
     pages: list[int]
     size: int
     sink: int
     recent: int
+    stride: int = 1
 
 
 class Place(NamedTuple):
@@ -151,6 +153,7 @@ class Place(NamedTuple):
     size: int
     sink: int
     recent: int
+    stride: int
     bin: int
 
 
@@ -255,10 +258,10 @@ class Groups:
         return {
             "streaming": Windows(plain, self.size, sink, recent),
             "tiles": Windows(some(older, tiled), TILE, 0, recent),
-            "newest": Windows(packed, self.size, newest_sink, self.window(newest)),
+            "newest": Windows(packed, self.size, newest_sink, self.window(newest), TILE),
             # these read a tile one token later
             "newest of streaming": Windows(
-                some(self._pages("streaming"), tiled), self.size, sink, self.window(newest + 1)
+                some(self._pages("streaming"), tiled), self.size, sink, self.window(newest + 1), TILE
             ),
         }
 
@@ -291,7 +294,7 @@ class Groups:
         """Where vLLM keeps one of `windows` of a layer. Bins of different kinds have different numbers."""
         window, number = self.windows[kind], [*self.windows].index(kind)
         bin = self._bins[number][layer] + number * len(self.layout.layers)
-        return Place(window.size, window.sink, window.recent, bin)
+        return Place(window.size, window.sink, window.recent, window.stride, bin)
 
     @cached_property
     def native(self) -> list[int]:
@@ -343,7 +346,7 @@ class Groups:
 
         blocks = {"full": -(-tokens // (TILE if self.quantized else self.size)), "native": 0}
         for kind, window in self.windows.items():
-            blocks[kind] = _window_blocks(tokens, window.size, window.sink, window.recent, in_flight)
+            blocks[kind] = _window_blocks(tokens, window.size, window.sink, window.recent, in_flight, window.stride)
         if layer := next((layer for layer in self.layout.layers if layer.native), None):
             # a chunk starts on a block boundary
             size = self.native_size
@@ -370,7 +373,16 @@ class Groups:
         return self.blocks(tokens) * self.block_bytes
 
 
-def _window_blocks(tokens: int, size: int, sink: int, recent: int, in_flight: int) -> int:
+def skipped_tokens(computed: int, sink: int, recent: int, stride: int = 1) -> int:
+    """Tokens before the window of the next token, once the first `computed` tokens are there.
+
+    The window has at most `recent` tokens, the next one included. Its start moves by `stride` tokens at a time, counted
+    from the end of the sinks: a tile at a time, where it holds the tokens that are not read from tiles.
+    """
+    return max(sink + (computed - sink - recent + stride) // stride * stride, 0)
+
+
+def _window_blocks(tokens: int, size: int, sink: int, recent: int, in_flight: int, stride: int = 1) -> int:
     """Most blocks that hold the sinks and a window, which may start inside a block."""
-    window = -(-(recent - 1 + in_flight) // size) + 1
-    return min(-(-sink // size) + window, -(-tokens // size))
+    begin = skipped_tokens(tokens - in_flight, sink, recent, stride)
+    return min(-(-sink // size) + -(-(tokens - begin) // size) + 1, -(-tokens // size))

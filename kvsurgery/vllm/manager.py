@@ -9,6 +9,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
+from kvsurgery.vllm.groups import skipped_tokens
+
 
 class SinkWindowManager(SlidingWindowManager):
     """Manages blocks like a sliding window's, except that a request never gives up the blocks of its sinks."""
@@ -16,6 +18,11 @@ class SinkWindowManager(SlidingWindowManager):
     def __init__(self, kv_cache_spec: Any, **options: Any) -> None:
         super().__init__(kv_cache_spec, **options)
         self.sink_blocks = cdiv(kv_cache_spec.sink, self.block_size)
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Tokens before the window of the next token."""
+        spec = self.kv_cache_spec
+        return skipped_tokens(num_computed_tokens, spec.sink, spec.sliding_window, spec.stride)
 
     def _skipped_blocks(self, computed_tokens: int) -> int:
         return self.get_num_skipped_tokens(computed_tokens) // self.block_size

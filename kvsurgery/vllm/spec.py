@@ -21,13 +21,14 @@ ONE_STATE = -1  # `tokens_per_state` of a block that holds one state, in which a
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindowSpec(SlidingWindowSpec):
-    """A sliding window beside the first `sink` tokens.
+    """A sliding window beside the first `sink` tokens, whose start moves by `stride` tokens at a time.
 
     Layers of one `bin` share a cache group; see `Groups`.
     """
 
     sink: int
     bin: int
+    stride: int = 1
 
     @classmethod
     def of(cls, place: Place, heads: int, head_dim: int, dtype: torch.dtype, **options: Any) -> SinkWindowSpec:
@@ -40,6 +41,7 @@ class SinkWindowSpec(SlidingWindowSpec):
             sliding_window=place.recent,
             sink=place.sink,
             bin=place.bin,
+            stride=place.stride,
             **options,
         )
 

@@ -77,6 +77,26 @@ class Codes(Full):
 
 
 @dataclass
+class Newest(Streaming):
+    """Sinks, and the tokens after the tiles that are read."""
+
+    residual: int
+
+    def window(self, query: int) -> int:
+        """The first token that the query at a position reads beside tiles and sinks."""
+        tile, sink = self.spec.stride, self.spec.sink
+        return sink + len(tile_ends(tile, sink, query + 1 - self.residual)) * tile
+
+    def read(self, query: int, prompt: int) -> Iterable[int]:
+        return [*range(min(self.spec.sink, query + 1)), *range(self.window(query), query + 1)]
+
+    def check(self, blocks: list[int], past: int, prompt: int, chunk: int) -> None:
+        super().check(blocks, past, prompt, chunk)
+        sinks, size = cdiv(self.spec.sink, self.spec.block_size), self.spec.block_size
+        assert not any(blocks[sinks : self.window(past) // size]), "a block of tokens that are in tiles was not freed"
+
+
+@dataclass
 class BudgetedCodes(Codes):
     """Tiles that end after the places before what heads keep."""
 
@@ -180,7 +200,8 @@ class Traffic:
         if draw.random() < 0.5:
             residual = draw.choice((0, 3, 8))
             codes = Codes(CodesSpec(**tiled(sizes[0])), sink, residual)
-            groups = [codes, *groups[1:], streaming(sizes[-1], sink, residual + sizes[0])]
+            newest = {"sliding_window": residual + sizes[0], "stride": sizes[0], "sink": sink, "bin": 1}
+            groups = [codes, *groups[1:], Newest(SinkWindowSpec(**common(sizes[-1]), **newest), residual)]
         return groups
 
     def budgeted(self, sizes: list[int]) -> list[Full]:
