@@ -25,7 +25,7 @@ from kvsurgery.vllm.budgeted_spec import BudgetedNewestSpec, BudgetedSpec
 from kvsurgery.vllm.cpu import GatheringBackend
 from kvsurgery.vllm.cpu_codes import CodesImpl, CodesStep, NewestStep
 from kvsurgery.vllm.pages import rotated_query, stored_form
-from kvsurgery.vllm.rows import Places, rows_of
+from kvsurgery.vllm.rows import NewTokens, Places, rows_of
 from kvsurgery.vllm.tiles import TiledPlan, Tiling, due_tiles, pieces_of
 
 
@@ -93,8 +93,7 @@ class BudgetedCodesStep:
                     [pages(piece.rows, piece.tiles) for piece in pieces],
                 ),
                 NewestStep(
-                    len(newest.slots.slots),
-                    newest.slots,
+                    NewTokens(len(newest.slots.slots), newest.slots),
                     places(due.rows, due.tokens),
                     [places(piece.rows, piece.keys) for piece in pieces],
                 ),
@@ -170,8 +169,8 @@ class BudgetedCodesImpl(BudgetedImpl, CodesImpl):
             read = slice(request.start, request.start + min(request.prompt, request.total) - request.past)
             output[read] = self._rotated_back(layer.quantization, output[read])
         step, newest_step = attn_metadata.of(layer.budget, layer.selection.window, layer.newest.tiling, newest)
-        self._pack(layer, kv_cache, newest_step, step)
-        self._attend_to_both(layer, query, kv_cache, newest_step, step, output)
+        self._pack(layer, kv_cache, newest_step, step, states)
+        self._attend_to_both(layer, query, kv_cache, newest_step, step, states, output)
         return output
 
     def _move(self, layer: Any, request: Reading, tokens: torch.Tensor, first: int, kv_cache: torch.Tensor) -> None:

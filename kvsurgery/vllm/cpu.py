@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvsurgery.vllm.rows import Places, rows_of
+from kvsurgery.vllm.rows import InputTokens, NewTokens, Places
 
 QUERIES = 128  # new tokens of a request that attend at a time: more would gather a wider window
 GATHERED = 1 << 14  # keys of a head that are gathered at a time
@@ -146,10 +146,9 @@ def _piece(members: list[tuple[int, int, int]], new: int, mask: Mask) -> Piece:
 
 @dataclass
 class Step:
-    """A batch for a cache group: the number of tokens, their slots, and the slots of each piece's keys."""
+    """A batch for a cache group: its new tokens, and the slots of each piece's keys."""
 
-    tokens: int
-    slots: Places
+    new: NewTokens
     pieces: list[tuple[Piece, Places]]
 
 
@@ -163,17 +162,24 @@ class StreamingBuilder(AttentionMetadataBuilder[Step]):
         dtype = vllm_config.model_config.dtype
         self.mask = Mask(layer.sink, layer.recent, kv_cache_spec.block_size, group, dtype)
         self.heads = torch.arange(layer.num_kv_heads)[:, None] * kv_cache_spec.block_size
+        self.lean = layer.place.drafts is not None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         """The plan of a batch, in slots of this cache group."""
-        starts = tuple(common_attn_metadata.query_start_loc.tolist())
+        starts, lengths = common_attn_metadata.query_start_loc, common_attn_metadata.seq_lens
         table = common_attn_metadata.block_table_tensor.long()
-        pieces = [
-            (piece, Places(table[piece.rows, piece.columns][:, None], piece.offsets + self.heads))
-            for piece in plan(starts, tuple(common_attn_metadata.seq_lens.tolist()), self.mask)
-        ]
-        slots = common_attn_metadata.slot_mapping[: starts[-1], None, None]  # tokens after these are padding
-        return Step(starts[-1], Places(slots // self.mask.size, slots % self.mask.size + self.heads), pieces)
+
+        def places(piece: Piece) -> Places:
+            inputs = None
+            if self.lean:
+                positions = piece.columns * self.mask.size + piece.offsets[:, 0]
+                inputs = InputTokens.of(piece.rows, positions, starts, lengths)
+            return Places(table[piece.rows, piece.columns][:, None], piece.offsets + self.heads, inputs)
+
+        pieces = plan(tuple(starts.tolist()), tuple(lengths.tolist()), self.mask)
+        slots = common_attn_metadata.slot_mapping[: int(starts[-1])]  # tokens after these are padding
+        new = NewTokens.of(slots, self.mask.size, self.heads, self.lean)
+        return Step(new, [(piece, places(piece)) for piece in pieces])
 
 
 class StreamingImpl(CPUAttentionBackendImpl):
@@ -198,23 +204,31 @@ class StreamingImpl(CPUAttentionBackendImpl):
         shares the cache of an earlier one has no keys and values to store."""
         if attn_metadata is None:  # a step without requests, to measure memory
             return output
-        rows, count = rows_of(kv_cache), attn_metadata.tokens
+        new_tokens, states = attn_metadata.new, None
         if key is not None and value is not None:
-            states = torch.cat((key[:count], value[:count]), -1)
-            rows.index_copy_(0, attn_metadata.slots.rows(kv_cache), states.flatten(0, 1))
-        heads, group, size = self.num_kv_heads, self.num_queries_per_kv, self.head_size
+            states = torch.cat((key[: new_tokens.count], value[: new_tokens.count]), -1)
+        if states is not None and not new_tokens.lean:
+            new_tokens.store(kv_cache, states)
         for piece, keys in attn_metadata.pieces:
-            requests, new = len(piece.rows), piece.new
-            kv_states = rows.index_select(0, keys.rows(kv_cache)).view(requests, heads, -1, 2 * size)
-            states = query[piece.tokens]
-            if new > 1:  # the queries of a group one after the other, since they share keys
-                states = states.view(requests, new, heads, group, size).permute(0, 2, 3, 1, 4)
-            states = states.reshape(requests, heads, -1, size)
-            attended = self._attend(states, kv_states[..., :size], kv_states[..., size:], piece.bias)
-            if new > 1:
-                attended = attended.view(requests, heads, group, new, size).permute(0, 3, 1, 2, 4)
-            output[piece.tokens] = attended.reshape(-1, heads * group, size)
+            self._attend_to_piece(piece, keys.read(kv_cache, states), query, output)
+        if states is not None and new_tokens.lean:
+            new_tokens.store(kv_cache, states)
         return output
+
+    def _attend_to_piece(
+        self, piece: Piece, kv_states: torch.Tensor, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Write the attention of the tokens of a piece to keys and values [requests, heads, keys, 2 * head_dim]."""
+        heads, group, size = self.num_kv_heads, self.num_queries_per_kv, self.head_size
+        requests, new = len(piece.rows), piece.new
+        queries = query[piece.tokens]
+        if new > 1:  # the queries of a group one after the other, since they share keys
+            queries = queries.view(requests, new, heads, group, size).permute(0, 2, 3, 1, 4)
+        queries = queries.reshape(requests, heads, -1, size)
+        attended = self._attend(queries, kv_states[..., :size], kv_states[..., size:], piece.bias)
+        if new > 1:
+            attended = attended.view(requests, heads, group, new, size).permute(0, 3, 1, 2, 4)
+        output[piece.tokens] = attended.reshape(-1, heads * group, size)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None

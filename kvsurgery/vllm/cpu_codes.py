@@ -16,7 +16,7 @@ from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_softmax import LOWEST, Scoring, merge
 from kvsurgery.vllm.cpu import GatheringBackend
 from kvsurgery.vllm.pages import from_page, rotated_query, stored_form, to_page
-from kvsurgery.vllm.rows import Places, rows_of
+from kvsurgery.vllm.rows import InputTokens, NewTokens, Places
 from kvsurgery.vllm.tiles import TiledPiece, TiledPlan, plan
 
 SCORES = 1 << 23  # scores of queries over tiles that are computed at a time
@@ -29,14 +29,12 @@ class NewestStep:
     """A step in a cache group of newest tokens.
 
     Attributes:
-        tokens: number of new tokens.
-        slots: slots of the new tokens.
+        new: the new tokens.
         due: slots of the tokens that the step packs into tiles.
         pieces: slots of the keys of each piece.
     """
 
-    tokens: int
-    slots: Places
+    new: NewTokens
     due: Places
     pieces: list[Places]
 
@@ -73,19 +71,24 @@ class TiledBuilder(AttentionMetadataBuilder[Any]):
 class NewestBuilder(TiledBuilder):
     """Finds the slots of the newest tokens, which are stored in the model's dtype."""
 
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.lean = kv_cache_spec.lean
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> NewestStep:
         """Translate the plan of a batch to slots of this cache group."""
         steps = self.plan_of(common_attn_metadata)
+        starts, lengths = common_attn_metadata.query_start_loc, common_attn_metadata.seq_lens
         table = common_attn_metadata.block_table_tensor.long()
 
         def places(rows: torch.Tensor, tokens: torch.Tensor) -> Places:
-            return Places(table[rows, tokens // self.size][:, None], (tokens % self.size)[:, None] + self.heads)
+            inputs = InputTokens.of(rows, tokens, starts, lengths) if self.lean else None
+            blocks = table[rows, tokens // self.size][:, None]
+            return Places(blocks, (tokens % self.size)[:, None] + self.heads, inputs)
 
-        count = int(common_attn_metadata.query_start_loc[-1])
-        slots = common_attn_metadata.slot_mapping[:count, None, None]  # tokens after these are padding
+        slots = common_attn_metadata.slot_mapping[: int(starts[-1])]  # tokens after these are padding
         return NewestStep(
-            count,
-            Places(slots // self.size, slots % self.size + self.heads),
+            NewTokens.of(slots, self.size, self.heads, self.lean),
             places(steps.due.rows, steps.due.tokens),
             [places(piece.rows, piece.keys) for piece in steps.pieces],
         )
@@ -106,7 +109,8 @@ class CodesBuilder(TiledBuilder):
 class CodesImpl(CPUAttentionBackendImpl):
     """Stores new tokens, packs the due tiles of all requests, and then attends.
 
-    The order matters: a request may share a prefix whose blocks another request fills in the same step.
+    The order matters: a request may share a prefix whose blocks another request fills in the same step. Blocks of lean
+    caches are not shared, and there new tokens are stored last.
     """
 
     def forward(
@@ -131,31 +135,29 @@ class CodesImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:  # a step without requests, to measure memory
             return output
         newest: NewestStep = get_forward_context().attn_metadata[layer.newest.layer_name]
-        count = newest.tokens
+        count, states = newest.new.count, None
         if key is not None and value is not None:
-            cache = layer.newest.kv_cache
             states = torch.cat(stored_form(layer.quantization, key[:count], value[:count]), -1)
-            rows_of(cache).index_copy_(0, newest.slots.rows(cache), states.flatten(0, 1))
-            self._pack(layer, kv_cache, newest, attn_metadata)
+            if not newest.new.lean:
+                newest.new.store(layer.newest.kv_cache, states)
+            self._pack(layer, kv_cache, newest, attn_metadata, states)
         query = rotated_query(layer.quantization, query[:count])
-        self._attend_to_both(layer, query, kv_cache, newest, attn_metadata, output)
+        self._attend_to_both(layer, query, kv_cache, newest, attn_metadata, states, output)
+        if states is not None and newest.new.lean:
+            newest.new.store(layer.newest.kv_cache, states)
         return output
 
     def _rotated_back(self, quantization: Quantization, attended: torch.Tensor) -> torch.Tensor:
         """Attention [tokens, query_heads, head_dim] to values as they came."""
         return rotated(attended, (quantization.rotate != "none") * attended.shape[1], back=True)
 
-    def _stored(self, layer: Any, places: Places) -> torch.Tensor:
-        """Keys and values of newest tokens: [requests, heads, tokens, 2 * head_dim]."""
-        cache = layer.newest.kv_cache
-        states = rows_of(cache).index_select(0, places.rows(cache))
-        return states.view(len(places.slots), self.num_kv_heads, -1, 2 * self.head_size)
-
-    def _pack(self, layer: Any, kv_cache: torch.Tensor, newest: NewestStep, step: CodesStep) -> None:
-        """Pack the tiles of a step."""
+    def _pack(
+        self, layer: Any, kv_cache: torch.Tensor, newest: NewestStep, step: CodesStep, states: torch.Tensor
+    ) -> None:
+        """Pack the tiles of a step with these new keys and values [tokens, heads, 2 * head_dim]."""
         if len(step.due):
-            states = self._stored(layer, newest.due).split(self.head_size, -1)
-            tiles = quantize(*states, layer.quantization, layer.round_keys)
+            due = newest.due.read(layer.newest.kv_cache, states).split(self.head_size, -1)
+            tiles = quantize(*due, layer.quantization, layer.round_keys)
             kv_cache[:, :, 0].index_copy_(0, step.due, to_page(tiles))
 
     def _attend_to_both(
@@ -165,6 +167,7 @@ class CodesImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         newest: NewestStep,
         step: CodesStep,
+        states: torch.Tensor | None,
         output: torch.Tensor,
     ) -> None:
         """Write the attention, to tiles and newest tokens, of queries that are rotated as the keys are."""
@@ -173,8 +176,8 @@ class CodesImpl(CPUAttentionBackendImpl):
         for piece, keys, blocks in zip(step.plan.pieces, newest.pieces, step.pieces, strict=True):
             queries = query[piece.batch].view(-1, piece.new, heads, self.num_queries_per_kv, size)
             folded_query = queries.permute(0, 2, 3, 1, 4).flatten(2, 3).float()
-            states = self._stored(layer, keys)
-            attended = self._attend_to_tiles(folded_query, states, pages, blocks, piece, quantization)
+            unpacked = keys.read(layer.newest.kv_cache, states)
+            attended = self._attend_to_tiles(folded_query, unpacked, pages, blocks, piece, quantization)
             attended = attended.transpose(1, 2).reshape(len(piece.batch), -1, size)
             output[piece.batch] = self._rotated_back(quantization, attended).to(output.dtype)
 

@@ -148,13 +148,17 @@ class Windows:
 
 
 class Place(NamedTuple):
-    """Where vLLM keeps sinks and a window: in blocks of `size` tokens, of the cache group of a bin."""
+    """Where vLLM keeps sinks and a window: in blocks of `size` tokens, of the cache group of a bin.
+
+    `drafts` is that of `Groups`.
+    """
 
     size: int
     sink: int
     recent: int
     stride: int
     bin: int
+    drafts: int | None
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,7 @@ class Groups:
         quantized: whether heads are stored in tiles.
         state: with tiles, bytes of the largest state of a layer, such as one of linear attention, which a block holds
             too. Without tiles vLLM makes blocks that are large enough, after its model is loaded.
+        drafts: where sinks and windows are lean, most tokens of a step that may be rejected; None: they are not.
     """
 
     others: ClassVar = "streaming"  # the heads that are not full
@@ -180,6 +185,7 @@ class Groups:
     itemsize: int = 2
     quantized: bool = False
     state: int = 0
+    drafts: int | None = None
 
     @cached_property
     def size(self) -> int:
@@ -294,7 +300,7 @@ class Groups:
         """Where vLLM keeps one of `windows` of a layer. Bins of different kinds have different numbers."""
         window, number = self.windows[kind], [*self.windows].index(kind)
         bin = self._bins[number][layer] + number * len(self.layout.layers)
-        return Place(window.size, window.sink, window.recent, window.stride, bin)
+        return Place(window.size, window.sink, window.recent, window.stride, bin, self.drafts)
 
     @cached_property
     def native(self) -> list[int]:

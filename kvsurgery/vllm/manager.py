@@ -13,11 +13,20 @@ from kvsurgery.vllm.groups import skipped_tokens
 
 
 class SinkWindowManager(SlidingWindowManager):
-    """Manages blocks like a sliding window's, except that a request never gives up the blocks of its sinks."""
+    """Manages blocks like a sliding window's, except that a request never gives up the blocks of its sinks.
+
+    In a lean group, a step's tokens get blocks only where later steps see them. They get those of the request's tokens
+    that no later step sees, even if this step still does: attention stores its new tokens last. Such a request never
+    holds more than a window and the sinks, however many tokens a step computes.
+    """
 
     def __init__(self, kv_cache_spec: Any, **options: Any) -> None:
         super().__init__(kv_cache_spec, **options)
+        assert not (kv_cache_spec.lean and self.enable_caching), (
+            "other requests could read blocks before they are stored"
+        )
         self.sink_blocks = cdiv(kv_cache_spec.sink, self.block_size)
+        self.window_starts: dict[str, int] = {}  # the blocks from there to the sinks are freed
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Tokens before the window of the next token."""
@@ -31,9 +40,49 @@ class SinkWindowManager(SlidingWindowManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks between the sinks and the window."""
-        end_block = min(self._skipped_blocks(processed_computed_tokens), len(self.req_to_blocks[request_id]))
-        if end_block > self.sink_blocks:
-            self._remove_blocks_in_range(request_id, self.sink_blocks, end_block)
+        blocks = self.req_to_blocks[request_id]
+        first_block = self.window_starts.get(request_id, self.sink_blocks)
+        end_block = min(self._skipped_blocks(processed_computed_tokens), len(blocks))
+        if end_block > first_block:
+            # unlike the stock method, this passes blocks that are null already
+            self.block_pool.free_blocks(
+                [block for block in reversed(blocks[first_block:end_block]) if not block.is_null]
+            )
+            blocks[first_block:end_block] = [self._null_block] * (end_block - first_block)
+            self.window_starts[request_id] = end_block
+
+    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        """Forget a request, and return its blocks."""
+        self.window_starts.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    def _lean_changes(self, request_id: str, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Blocks of a request that it needs for so many tokens, and held ones that it needs for this step at most."""
+        blocks = self.req_to_blocks.get(request_id, [])
+        seen = max(self._skipped_blocks(num_tokens - self.kv_cache_spec.drafts), self.sink_blocks)
+        new = range(len(blocks), cdiv(num_tokens, self.block_size))
+        old = range(self.window_starts.get(request_id, self.sink_blocks), min(seen, len(blocks)))
+        return (
+            [index for index in new if index < self.sink_blocks or index >= seen],
+            [index for index in old if not blocks[index].is_null],
+        )
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
+        """Give a request the blocks of its new tokens; returns them, null ones included."""
+        if not self.kv_cache_spec.lean:
+            return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        needed, left = self._lean_changes(request_id, num_tokens)
+        blocks = self.req_to_blocks[request_id]
+        first_new = len(blocks)
+        blocks.extend([self._null_block] * (cdiv(num_tokens, self.block_size) - first_new))
+        for index, old in zip(needed, left, strict=False):
+            blocks[index], blocks[old] = blocks[old], self._null_block
+        further = needed[len(left) :]
+        for index, block in zip(further, self.block_pool.get_new_blocks(len(further)), strict=True):
+            blocks[index] = block
+        if self._record_new_block_ids:
+            self.new_block_ids.extend(blocks[index].block_id for index in further)
+        return blocks[first_new:]
 
     def get_num_blocks_to_allocate(
         self,
@@ -47,6 +96,9 @@ class SinkWindowManager(SlidingWindowManager):
         """Blocks that a request takes from the pool.
 
         The stock count leaves out cached blocks before the window; the sinks among them are taken too."""
+        if self.kv_cache_spec.lean and not options.get("apply_admission_cap"):
+            needed, left = self._lean_changes(request_id, num_tokens)
+            return max(len(needed) - len(left), 0)
         count = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **options
         )

@@ -1,20 +1,50 @@
-"""Slots of a cache group as rows of a layer's cache, so that whole rows are read and written at once. Needs no vLLM."""
+"""Slots of a cache group as rows of a layer's cache, so that whole rows are read and written at once. Needs no vLLM.
+
+In a lean cache group, only tokens that later steps see have slots. There a step reads its own tokens from the layer's
+inputs, and stores them last: the slots that they get may hold tokens which the step still reads.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class InputTokens(NamedTuple):
+    """Tokens of a step among those that it reads: rows and columns of the latter, and indices in the batch."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, rows: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+    ) -> InputTokens:
+        """Find them among positions [n, tokens] of requests [n, 1].
+
+        Args:
+            starts: [requests + 1], index of each request's first new token in the batch, then the end.
+            lengths: [requests], tokens of each request, new ones included.
+        """
+        tokens = positions + (starts[1:] - lengths)[rows]
+        found = (tokens >= starts[rows]).nonzero(as_tuple=True)
+        return cls(*found, tokens[found])
 
 
 @dataclass
 class Places:
     """Slots of a cache group, the same in each of its layers.
 
-    They are blocks [requests, 1, tokens], and each head's slots in them [requests, heads, tokens]."""
+    They are blocks [requests, 1, tokens], and each head's slots in them [requests, heads, tokens]. In a lean group,
+    `inputs` are the tokens among these that are read from the inputs.
+    """
 
     blocks: torch.Tensor
     slots: torch.Tensor
+    inputs: InputTokens | None = None
     _rows: torch.Tensor | None = None
 
     def rows(self, cache: torch.Tensor) -> torch.Tensor:
@@ -22,6 +52,56 @@ class Places:
         if self._rows is None:
             self._rows = torch.add(self.slots, self.blocks, alpha=cache.stride(0) // cache.shape[3]).flatten()
         return self._rows
+
+    def read(self, cache: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """Keys and values there, or of these among the step's `states` [tokens, heads, 2 * head_dim].
+
+        Returns:
+            [requests, heads, tokens, 2 * head_dim]
+        """
+        found = rows_of(cache).index_select(0, self.rows(cache))
+        found = found.view(len(self.blocks), cache.shape[1], -1, cache.shape[3])
+        if self.inputs is not None:
+            assert states is not None  # no layer shares a lean cache
+            rows, columns, tokens = self.inputs
+            found[rows, :, columns] = states[tokens]
+        return found
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """New tokens of a step in a cache group.
+
+    Attributes:
+        count: their number; tokens of the batch after these are padding.
+        places: their slots.
+        stored: indices of those that have slots, in a lean group; None: all have.
+    """
+
+    count: int
+    places: Places
+    stored: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, slots: torch.Tensor, size: int, heads: torch.Tensor, lean: bool) -> NewTokens:
+        """Tokens with these slots [tokens], in blocks of `size` tokens; heads begin at slots `heads` [heads, 1]."""
+        count, stored = len(slots), None
+        if lean:
+            (stored,) = (slots >= size).nonzero(as_tuple=True)  # block 0 stands for those that are not allocated
+            slots = slots[stored]
+        slots = slots[:, None, None]
+        return cls(count, Places(slots // size, slots % size + heads), stored)
+
+    @property
+    def lean(self) -> bool:
+        """Whether they are stored after attention."""
+        return self.stored is not None
+
+    def store(self, cache: torch.Tensor, states: torch.Tensor) -> None:
+        """Store keys and values [tokens, heads, 2 * head_dim]."""
+        if self.stored is not None:
+            states = states[self.stored]
+        rows_of(cache).index_copy_(0, self.places.rows(cache), states.flatten(0, 1))
 
 
 def rows_of(cache: torch.Tensor) -> torch.Tensor:

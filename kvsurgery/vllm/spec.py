@@ -23,12 +23,19 @@ ONE_STATE = -1  # `tokens_per_state` of a block that holds one state, in which a
 class SinkWindowSpec(SlidingWindowSpec):
     """A sliding window beside the first `sink` tokens, whose start moves by `stride` tokens at a time.
 
-    Layers of one `bin` share a cache group; see `Groups`.
+    Layers of one `bin` share a cache group; see `Groups`. If the group is lean, a step's tokens have blocks only where
+    later steps see them, although the last `drafts` of them may be rejected.
     """
 
     sink: int
     bin: int
     stride: int = 1
+    drafts: int | None = None
+
+    @property
+    def lean(self) -> bool:
+        """Whether only tokens that later steps see have blocks."""
+        return self.drafts is not None
 
     @classmethod
     def of(cls, place: Place, heads: int, head_dim: int, dtype: torch.dtype, **options: Any) -> SinkWindowSpec:
@@ -42,12 +49,14 @@ class SinkWindowSpec(SlidingWindowSpec):
             sink=place.sink,
             bin=place.bin,
             stride=place.stride,
+            drafts=place.drafts,
             **options,
         )
 
     @classmethod
     def of_tiles(cls, place: Place, heads: int, head_dim: int, tile_bytes: int) -> SinkWindowSpec:
-        """The cache of the packed tiles of so many heads."""
+        """The cache of the packed tiles of so many heads, which a step reads after it has packed them."""
+        place = place._replace(drafts=None)
         return cls.of(place, heads, head_dim, torch.uint8, tokens_per_state=ONE_STATE, state_content_bytes=tile_bytes)
 
     @property
@@ -57,7 +66,8 @@ class SinkWindowSpec(SlidingWindowSpec):
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Most blocks that a request holds at a time: those of a window, and those of the sinks."""
-        window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+        in_flight = max_in_flight_tokens if self.drafts is None else self.drafts
+        window = super().max_admission_blocks_per_request(in_flight, max_model_len)
         return min(window + cdiv(self.sink, self.block_size), cdiv(max_model_len, self.block_size) + 1)
 
     def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvsurgery.errors import ServingError
@@ -55,6 +56,7 @@ class StreamingAttention(Attention):
             sliding_window=self.place.recent,
             sink=self.place.sink,
             bin=self.place.bin,
+            drafts=self.place.drafts,
         )
 
 
@@ -131,7 +133,8 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
     """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
     size, itemsize = vllm_config.cache_config.block_size or BLOCK, vllm_config.model_config.dtype.itemsize
     quantized = in_pages(layout, vllm_config)
-    groups = Groups(layout, size, itemsize, quantized, _state_bytes(model, vllm_config) if quantized else 0)
+    state = _state_bytes(model, vllm_config) if quantized else 0
+    groups = Groups(layout, size, itemsize, quantized, state, _drafts(layout, vllm_config))
     budgeted = BudgetedGroups(layout, size, itemsize, quantized)
     attentions: list[tuple[nn.Module, str, Attention]] = [
         (parent, name, child)
@@ -173,12 +176,27 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
         _announce(split_modules, budgeted if budgeted.bins else groups, vllm_config)
     scheduler = vllm_config.scheduler_config
     frees = quantized or any(module.heads > module.cut for module in split_modules)
-    if frees and not budgeted.bins and not scheduler.disable_hybrid_kv_cache_manager:
+    if frees and groups.drafts is None and not budgeted.bins and not scheduler.disable_hybrid_kv_cache_manager:
         logger.info(
             "kvsurgery: vLLM's own line on capacity counts a step of %s tokens for each request, which all requests "
-            "share: more run at a time than it says. A smaller --max-num-batched-tokens leaves them more memory",
+            "share: more run at a time than it says. A smaller --max-num-batched-tokens leaves them more memory%s",
             f"{scheduler.max_num_batched_tokens:,}",
+            ", and so does --no-enable-prefix-caching" * current_platform.is_cpu(),
         )
+
+
+def _drafts(layout: KVLayout, vllm_config: Any) -> int | None:
+    """Most tokens of a step that may be rejected; None where sinks and windows cannot be lean.
+
+    They are lean on a CPU, whose attention reads new tokens from its inputs, if neither other requests nor other layers
+    read what a step stores.
+    """
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    shared = cache.enable_prefix_caching or any(layer.source is not None for layer in layout.layers)
+    if shared or scheduler.disable_hybrid_kv_cache_manager or not current_platform.is_cpu():
+        return None
+    speculative = vllm_config.speculative_config
+    return speculative.num_speculative_tokens if speculative else 0
 
 
 def _state_bytes(model: nn.Module, vllm_config: Any) -> int:

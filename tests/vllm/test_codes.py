@@ -172,21 +172,25 @@ def test_tokens_do_not_depend_on_chunks_hits_preemption_or_company(tmp_path: Pat
     with engine(checkpoint.folder, enable_prefix_caching=False) as llm:
         alone = [generate(llm, [row], 120)[0] for row in growing]
         whole = generate(llm, [long], 30)
-    with engine(checkpoint.folder, max_num_batched_tokens=96, num_gpu_blocks_override=42) as llm:
-        assert_equal(generate(llm, growing, 120), alone, TOLERANCE)
-        assert preemptions(llm) > 0
-        for _ in range(2):
-            assert_equal(generate(llm, [long], 30), whole, TOLERANCE)
-        assert cached_tokens(llm) >= 256
+    for cached in (True, False):
+        options = {"num_gpu_blocks_override": 42, "enable_prefix_caching": cached}
+        with engine(checkpoint.folder, max_num_batched_tokens=96, **options) as llm:
+            fill_caches(llm, float("nan"))
+            assert_equal(generate(llm, growing, 120), alone, TOLERANCE)
+            assert preemptions(llm) > 0
+            for _ in range(2):
+                assert_equal(generate(llm, [long], 30), whole, TOLERANCE)
+            assert cached_tokens(llm) >= 256 * cached
 
 
-def test_tiles_with_rejected_drafts_are_packed_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cached", [True, False])
+def test_tiles_with_rejected_drafts_are_packed_again(cached: bool, tmp_path: Path) -> None:
     checkpoint = converted("llama", tmp_path, **{**CACHES["streaming-2"], "kv_residual": 0})
     rows = [row * 40 for row in prompts(lengths=(2, 3))[:2]]  # which n-grams find drafts in
     speculative = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     with engine(checkpoint.folder) as llm:
         wanted = generate(llm, rows, 200)
-    with engine(checkpoint.folder, speculative_config=speculative) as llm:
+    with engine(checkpoint.folder, speculative_config=speculative, enable_prefix_caching=cached) as llm:
         assert_equal(generate(llm, rows, 200), wanted, TOLERANCE)
         assert rejected_drafts(llm) > 100
 
