@@ -23,16 +23,23 @@ from tests.vllm.serving import (
 from tests.vllm.test_codes import TOLERANCE
 
 REQUESTS, NEW = int(os.environ.get("LOAD_REQUESTS", "100")), 24
+CODES = {"kv_bits": 2, "kv_residual": 0}
 LATEST = 20  # requests, of which one is cancelled at times
 
 
 @pytest.mark.parametrize(
-    ("cache", "blocks", "tolerance"),
-    [({}, 40, 1e-3), (BUDGETED, 40, 1e-3), ({"kv_bits": 2, "kv_residual": 0}, 90, TOLERANCE)],
-    ids=["streaming", "budgeted", "quantized"],
+    ("cache", "blocks", "cached", "tolerance"),
+    [
+        ({}, 40, True, 1e-3),
+        ({}, 34, False, 1e-3),
+        (BUDGETED, 40, False, 1e-3),
+        (CODES, 90, True, TOLERANCE),
+        (CODES, 60, False, TOLERANCE),
+    ],
+    ids=["streaming", "lean", "budgeted", "quantized", "quantized and lean"],
 )
 def test_no_block_is_lost_and_no_token_is_wrong(
-    cache: dict[str, Any], blocks: int, tolerance: float, tmp_path: Path
+    cache: dict[str, Any], blocks: int, cached: bool, tolerance: float, tmp_path: Path
 ) -> None:
     checkpoint = converted("llama", tmp_path, **cache)
     draw = random.Random(0)
@@ -49,7 +56,8 @@ def test_no_block_is_lost_and_no_token_is_wrong(
             assert_equal([([*output.token_ids], found)], [(tokens[:new], likelihoods[:new])], tolerance)
 
     asked, finished, cancelled = {}, set(), set()
-    with engine(checkpoint.folder, num_gpu_blocks_override=blocks, max_num_batched_tokens=96) as llm:
+    options = {"num_gpu_blocks_override": blocks, "max_num_batched_tokens": 96, "enable_prefix_caching": cached}
+    with engine(checkpoint.folder, **options) as llm:
         served = llm.llm_engine
         pool = served.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()
