@@ -37,7 +37,7 @@ from kvsurgery.vllm.tiles import Tiling
 
 ROWS = 16  # of the dots of a block of queries
 SCRATCH = 1 << 26  # bytes of partial results at a time
-FIELDS = tl.constexpr(5)  # of `QueryBlocks.rows`
+FIELDS = tl.constexpr(6)  # of `QueryBlocks.rows`
 
 
 class QueryBlocks(NamedTuple):
@@ -47,8 +47,9 @@ class QueryBlocks(NamedTuple):
 
     Attributes:
         size: most tokens of a block.
-        rows: int32 [blocks, 5], the request of a block, its first token in the batch, its number of tokens, the
-            position of the first, and the number of tiles that they read.
+        rows: int32 [..., blocks, 6], the request of a block, its first token in the batch, its number of tokens, the
+            position of the first, the number of tiles that they read, and the number of tokens between the sinks and
+            the first tile that the head has dropped.
         places: [tokens], place of each new token in the blocks: block * size + its place in the block.
     """
 
@@ -60,7 +61,7 @@ class QueryBlocks(NamedTuple):
     def of(
         cls, starts: torch.Tensor, lengths: torch.Tensor, new: Sequence[int], size: int, tiling: Tiling
     ) -> QueryBlocks:
-        """Divide the new tokens of a batch. Nothing here waits for the device.
+        """Divide the new tokens of a batch, for heads that drop none. Nothing here waits for the device.
 
         Args:
             starts: int32 [requests + 1], index of each request's first new token in the batch, then the end.
@@ -81,7 +82,8 @@ class QueryBlocks(NamedTuple):
         count = (torch.minimum(end, counts[request]) - begin).clamp(min=0)
         position = pasts[request] + begin
         tiles = torch.where(count > 0, tiling.read(position), 0)
-        rows = torch.stack((request, firsts[request] + begin, count, position, tiles), 1).int()
+        dropped = torch.zeros_like(tiles)
+        rows = torch.stack((request, firsts[request] + begin, count, position, tiles, dropped), 1).int()
         token = torch.arange(sum(new), device=starts.device)
         owner = torch.searchsorted(ends, token.int(), right=True)
         block = first_blocks[owner] + (token - firsts[owner] + missing[owner]) // size
@@ -103,9 +105,9 @@ class Line(NamedTuple):
     """Units of some blocks for all KV heads: tiles, then unpacked tokens; and the share of each program.
 
     Attributes:
-        rows: int32 [blocks, 5], as `QueryBlocks` has them.
-        ends: int32 [2 * blocks * heads], units up to the end of each block and head, of tiles and then of tokens.
-        starts: int32 [programs], which of these has the first unit of each program.
+        rows: int32 [..., blocks, 6], as `QueryBlocks` has them.
+        ends: int32 [..., 2 * blocks * heads], units up to the end of each block and head, of tiles and then of tokens.
+        starts: int32 [..., programs], which of these has the first unit of each program.
     """
 
     rows: torch.Tensor
@@ -115,13 +117,14 @@ class Line(NamedTuple):
     @classmethod
     def of(cls, rows: torch.Tensor, heads: int, tokens: int, programs: int) -> Line:
         """Line up blocks, for units of so many unpacked tokens."""
-        _, _, count, position, tiles = rows.unbind(1)
-        unpacked = torch.where(count > 0, position + count - tiles * TILE, 0)
-        units = torch.cat((tiles, (unpacked + tokens - 1) // tokens))
-        ends = units[:, None].expand(-1, heads).flatten().cumsum(0)
-        busy_programs = ends[-1:].clamp(1, programs)  # a line may have no tokens
+        _, _, count, position, tiles, dropped = rows.unbind(-1)
+        unpacked = torch.where(count > 0, position + count - tiles * TILE - dropped, 0)
+        units = torch.cat((tiles, (unpacked + tokens - 1) // tokens), -1)
+        ends = units.repeat_interleave(heads, -1).cumsum(-1)
+        all_units = ends[..., -1:]
+        busy_programs = all_units.clamp(1, programs)  # a line may have no tokens
         program = torch.minimum(torch.arange(programs, device=rows.device), busy_programs - 1)
-        starts = torch.searchsorted(ends, program * ends[-1:] // busy_programs, right=True)
+        starts = torch.searchsorted(ends, program * all_units // busy_programs, right=True)
         return cls(rows, ends.int(), starts.int())
 
 
@@ -129,7 +132,7 @@ def lines(blocks: QueryBlocks, heads: int, group: int, head_dim: int, dtype: tor
     """The lines of a step's blocks, one after the other, each with at most `SCRATCH` bytes of partial results."""
     at_once = max(1, SCRATCH // (2 * heads * blocks.size * group * head_dim * 4))
     tokens = unit_tokens(head_dim, dtype)
-    return [Line.of(rows, heads, tokens, programs) for rows in blocks.rows.split(at_once)]
+    return [Line.of(rows, heads, tokens, programs) for rows in blocks.rows.split(at_once, -2)]
 
 
 def unit_tokens(head_dim: int, dtype: torch.dtype) -> int:
@@ -142,7 +145,10 @@ def programs_of(device: torch.device) -> int:
     return PROGRAMS * _multiprocessors(device)
 
 
-@triton.jit(do_not_specialize=["tile_columns", "newest_columns", "rows", "heads", "sink"])
+@triton.jit(
+    do_not_specialize=["tile_columns", "newest_columns", "rows", "heads", "sink"],
+    do_not_specialize_on_alignment=["block_ptr", "end_ptr", "start_ptr"],  # parts of larger tensors
+)
 def _attend_kernel(
     q_ptr,  # [heads, tokens, G, D]
     newest_ptr,  # [pages, heads, SIZE, 2 * D], keys and values side by side
@@ -215,6 +221,8 @@ def _attend_kernel(
         fields = block_ptr + row // heads * FIELDS
         request = tl.load(fields).to(tl.int64)
         end = begin + tl.load(fields + 4)
+        # a tile lies in the block of its last token
+        first_block = (sink + tl.load(fields + 5) + TILE_TOKENS - 1) // TILE_TOKENS
         for query in tl.static_range(0, ROWS, PACKED_M):
             OVER_TILES(
                 q_ptr=q_ptr + head * q_kv_head + tl.load(fields + 1).to(tl.int64) * q_token + query * D,
@@ -234,8 +242,7 @@ def _attend_kernel(
                 newest=0,
                 recent=0,
                 count=0,
-                # a tile lies in the block of its last token
-                page_ptr=tile_table_ptr + request * tile_columns + (sink + TILE_TOKENS - 1) // TILE_TOKENS,
+                page_ptr=tile_table_ptr + request * tile_columns + first_block,
                 code_page=code_page,
                 scale_page=scale_page,
                 G=min(PACKED_M, ROWS - query),
@@ -272,7 +279,7 @@ def _attend_kernel(
         fields = block_ptr + (segment - rows) // heads * FIELDS
         request = tl.load(fields).to(tl.int64)
         position = tl.load(fields + 3)
-        packed = tl.load(fields + 4) * TILE_TOKENS
+        packed = tl.load(fields + 4) * TILE_TOKENS + tl.load(fields + 5)
         unpacked = position + tl.load(fields + 2) - packed
         end = begin + (unpacked + N - 1) // N
         q_block = q_ptr + head * q_kv_head + tl.load(fields + 1).to(tl.int64) * q_token

@@ -19,9 +19,9 @@ class DueTiles(NamedTuple):
     """Tiles of a step whose last tokens are new; fewer than there is room for, as only the device knows positions.
 
     Attributes:
-        requests: int64 [due], the request of each tile.
-        tiles: int64 [due], its index there.
-        valid: bool [due], whether there is such a tile; those that there are come first.
+        requests: int64 [..., due], the request of each tile.
+        tiles: int64 [..., due], its index there.
+        valid: bool [..., due], whether there is such a tile; those that there are come first.
     """
 
     requests: torch.Tensor
@@ -29,24 +29,23 @@ class DueTiles(NamedTuple):
     valid: torch.Tensor
 
     @classmethod
-    def of(cls, starts: torch.Tensor, lengths: torch.Tensor, most: int, tiling: Tiling) -> DueTiles:
+    def of(cls, before: torch.Tensor, after: torch.Tensor, most: int) -> DueTiles:
         """Find at most `most` tiles. Nothing here waits for the device.
 
         Args:
-            starts: int32 [requests + 1], index of each request's first new token in the batch, then the end.
-            lengths: int32 [requests], tokens of each request, new ones included.
+            before, after: int [..., requests], tiles of each request that are packed before a step and after it.
         """
-        before = tiling.packed(lengths - starts.diff()).long()
-        counts = tiling.packed(lengths) - before
-        ends = counts.cumsum(0)
-        number = torch.arange(most, device=starts.device)
-        requests = torch.searchsorted(ends, number, right=True).clamp(max=len(ends) - 1)
-        valid = number < ends[-1]
-        return cls(requests, torch.where(valid, before[requests] + number - (ends - counts)[requests], 0), valid)
+        counts = after - before
+        ends = counts.cumsum(-1)
+        number = torch.arange(most, device=ends.device).expand(*ends.shape[:-1], most).contiguous()
+        requests = torch.searchsorted(ends, number, right=True).clamp(max=ends.shape[-1] - 1)
+        valid = number < ends[..., -1:]
+        tiles = number + (before + counts - ends).gather(-1, requests)
+        return cls(requests, torch.where(valid, tiles, 0), valid)
 
     def tokens(self, tiling: Tiling) -> torch.Tensor:
-        """Positions of their tokens: [due, TILE]."""
-        return tiling.sink + self.tiles[:, None] * TILE + torch.arange(TILE, device=self.tiles.device)
+        """Positions of their tokens: [..., due, TILE]."""
+        return tiling.sink + self.tiles[..., None] * TILE + torch.arange(TILE, device=self.tiles.device)
 
 
 def most_due(new: Sequence[int]) -> int:
@@ -54,7 +53,7 @@ def most_due(new: Sequence[int]) -> int:
     return sum(-(-count // TILE) for count in new)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["page_ptr"])  # part of a larger tensor
 def _pack_due_kernel(
     newest_ptr,  # [pages, heads, size, 2 * D], keys and values side by side
     row_ptr,  # [due, TILE], where a head's tokens lie, in units of `step` elements from its first one

@@ -72,13 +72,16 @@ class TiledBuilder(AttentionMetadataBuilder[Any]):
 
         Without speculation the host knows all lengths, thus whether there are any.
         """
-        lengths = getattr(metadata, "seq_lens_cpu_upper_bound", None)
-        if self.exact and lengths is not None:
-            past = lengths - metadata.query_start_loc_cpu.diff()
-            most = int((self.tiling.packed(lengths) - self.tiling.packed(past)).sum())
+        starts, lengths = metadata.query_start_loc, metadata.seq_lens
+        before = self.tiling.packed(lengths - starts.diff())
+        after = self.tiling.packed(lengths)
+        known = getattr(metadata, "seq_lens_cpu_upper_bound", None)
+        if self.exact and known is not None:
+            past = known - metadata.query_start_loc_cpu.diff()
+            most = int((self.tiling.packed(known) - self.tiling.packed(past)).sum())
         else:
             most = most_due(self.new_tokens(metadata))
-        return DueTiles.of(metadata.query_start_loc, metadata.seq_lens, most, self.tiling)
+        return DueTiles.of(before, after, most)
 
 
 class NewestBuilder(TiledBuilder):

@@ -23,7 +23,7 @@ LAYERS = 3  # of a block of pages, of which the middle one is used
 
 
 class Paged(NamedTuple):
-    """A step of requests with so many tokens before it and so many new ones."""
+    """A step of requests with so many tokens before it and so many new ones, without those that a head has dropped."""
 
     quantization: Quantization
     group: int
@@ -32,12 +32,14 @@ class Paged(NamedTuple):
     programs: int
     softcap: float | None = None
     learned: bool = False  # sinks that are logits
+    dropped: tuple[int, ...] = ()  # tokens of each request; none
 
     def __str__(self) -> str:
         how = self.quantization
         parts = f"{how.scheme}{how.bits}", how.group_size, f"s{how.sink}r{how.residual}"
         steps = ".".join(f"{past}+{new}" for past, new in self.requests)
         options = [name for name, given in (("capped", self.softcap), ("sunk", self.learned)) if given]
+        options += [f"dropped{'.'.join(map(str, self.dropped))}"] if self.dropped else []
         return "-".join(map(str, (*parts, f"g{self.group}d{self.head_dim}", steps, f"p{self.programs}", *options)))
 
 
@@ -53,6 +55,8 @@ PAGED = [
     Paged(Quantization(2, "per-token", residual=0, sink=0), 16, 32, [(126, 5), (0, 5)], 5, learned=True),
     Paged(Quantization("k4v3", group_size=16, residual=30), 7, 48, [(286, 7)], 11, softcap=30.0),
     Paged(Quantization(4), 24, 32, [(263, 2)], 3),
+    Paged(Quantization(4, residual=0), 4, 64, [(300, 1), (128, 1), (3, 1), (140, 1)], 7, dropped=(77, 128, 0, 1000)),
+    Paged(Quantization(3, residual=9, sink=40), 2, 32, [(179, 7), (400, 1)], 5, learned=True, dropped=(90, 5)),
 ]
 
 
@@ -64,27 +68,31 @@ def check_paged(case: Paged, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
     how, head_dim, tiling = case.quantization, case.head_dim, Tiling.of(case.quantization)
     totals = [past + new for past, new in case.requests]
+    dropped = case.dropped or (0,) * len(totals)
+    longest = max(total + gap for total, gap in zip(totals, dropped, strict=True))
     page_bytes = how.tile_bytes(head_dim, dtype.itemsize)
-    blocks, tile_blocks = (sum(-(-total // size) for total in totals) + 3 for size in (PAGE, TILE))
+    # the slots of a gap may begin and end amid a page
+    blocks, tile_blocks = (sum(-(-total // size) + 1 for total in totals) + 3 for size in (PAGE, TILE))
     newest = torch.full((blocks, LAYERS, HEADS, PAGE, 2 * head_dim), torch.nan, dtype=dtype)[:, 1]
     tiled = torch.full((tile_blocks, LAYERS, HEADS, page_bytes), 255, dtype=torch.uint8)[:, 1]
     free, free_tiles = iter(torch.randperm(blocks).tolist()), iter(torch.randperm(tile_blocks).tolist())
     unused = next(free), next(free_tiles)
-    newest_table = torch.full((len(totals), max(totals) // PAGE + 2), unused[0], dtype=torch.int32)
-    tile_table = torch.full((len(totals), max(totals) // TILE + 2), unused[1], dtype=torch.int32)
+    newest_table = torch.full((len(totals), longest // PAGE + 2), unused[0], dtype=torch.int32)
+    tile_table = torch.full((len(totals), longest // TILE + 2), unused[1], dtype=torch.int32)
     raw, packed = [], []
     for row, (past, new) in enumerate(case.requests):
         states = torch.randn(2, HEADS, past + new, head_dim).to(dtype)
         end = how.sink + TILE * how.tiles(past + 1 - how.sink)  # of tiles that all new tokens read
         for token in range(past + new):
             if token < how.sink or token >= end:
-                if newest_table[row, token // PAGE] == unused[0]:
-                    newest_table[row, token // PAGE] = next(free)
-                newest[newest_table[row, token // PAGE], :, token % PAGE] = torch.cat([*states[:, :, token]], -1)
+                column, slot = divmod(token + dropped[row] * (token >= how.sink), PAGE)
+                if newest_table[row, column] == unused[0]:
+                    newest_table[row, column] = next(free)
+                newest[newest_table[row, column], :, slot] = torch.cat([*states[:, :, token]], -1)
         tiles = max(past + new - how.sink, 0) // TILE
         made = quantize(*states[:, :, how.sink : how.sink + tiles * TILE].unflatten(2, (tiles, TILE)), how)
         for tile, page in enumerate(to_page(made.map(lambda part: part.transpose(0, 1)))):
-            column = (how.sink + (tile + 1) * TILE - 1) // TILE
+            column = (dropped[row] + how.sink + (tile + 1) * TILE - 1) // TILE
             tile_table[row, column] = next(free_tiles)
             tiled[tile_table[row, column]] = page
         raw.append(states)
@@ -100,6 +108,9 @@ def check_paged(case: Paged, dtype: torch.dtype, device: str) -> None:
     starts = torch.tensor([0, *accumulate(new)], dtype=torch.int32, device=device)
     lengths = torch.tensor(totals, dtype=torch.int32, device=device)
     divided = QueryBlocks.of(starts, lengths, new, block_size(case.group, max(new)), tiling)
+    gaps = torch.tensor(dropped, dtype=torch.int32, device=device)[divided.rows[:, 0].long()]
+    divided.rows[:, 3] += gaps
+    divided.rows[:, 5] = gaps
     in_lines = lines(divided, HEADS, case.group, head_dim, dtype, case.programs)
     tiles = from_page(moved(tiled), head_dim, dtype, how)
     pages = Pages(tiles, moved(tile_table), moved(newest), moved(newest_table))
@@ -153,7 +164,8 @@ def check_pack(how: Quantization, head_dim: int, dtype: torch.dtype, device: str
     starts = torch.tensor([0, *accumulate(new)], dtype=torch.int32)
     lengths = torch.tensor(past, dtype=torch.int32) + starts.diff()
     assert most_due(new) == 4
-    due = DueTiles.of(starts.to(device), lengths.to(device), most_due(new), tiling)
+    before, after = (tiling.packed(tokens.to(device)) for tokens in (lengths - starts.diff(), lengths))
+    due = DueTiles.of(before, after, most_due(new))
     assert due.requests[due.valid].tolist() == [1, 2, 2]
     assert due.tiles[due.valid].tolist() == [1, 0, 1]
     tokens = due.tokens(tiling)

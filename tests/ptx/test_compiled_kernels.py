@@ -92,8 +92,10 @@ def test_planning_in_a_launch(emulator: Emulator) -> None:
     assert emulator.launches.count("_plan_kernel") == 2
 
 
-# over vLLM's pages: decoding with whole tiles, three bits and groups, and several new tokens, in the dtype of its turn
+# over vLLM's pages: decoding with whole tiles, three bits and groups, several new tokens, and a head that has dropped
+# some, in the dtype of its turn
 IN_PAGES = [(80, PAGED[0], "bf16"), (90, PAGED[3], "fp16"), (80, PAGED[6], "bf16"), (80, PAGED[7], "bf16")]
+IN_PAGES += [(90, PAGED[11], "bf16")]
 IN_PAGES += [(target, case, name) for target in (80, 90) for case in PAGED for name in DTYPES] if ALL else []
 
 
