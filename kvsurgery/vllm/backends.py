@@ -50,6 +50,16 @@ def newest_backend() -> type:
     return _codes_module().NewestBackend
 
 
+def budgeted_codes_backend() -> type:
+    """The backend of quantized tiles of heads with a budget."""
+    return _budgeted_codes_module().BudgetedCodesBackend
+
+
+def budgeted_newest_backend() -> type:
+    """The backend of the tokens beside these tiles that are stored as they are."""
+    return _budgeted_codes_module().BudgetedNewestBackend
+
+
 def _codes_module() -> ModuleType:
     if current_platform.is_cpu():
         from kvsurgery.vllm import cpu_codes
@@ -58,3 +68,13 @@ def _codes_module() -> ModuleType:
     from kvsurgery.vllm import triton_codes
 
     return triton_codes
+
+
+def _budgeted_codes_module() -> ModuleType:
+    if current_platform.is_cpu():
+        from kvsurgery.vllm import cpu_budgeted_codes
+
+        return cpu_budgeted_codes
+    from kvsurgery.vllm import triton_budgeted_codes
+
+    return triton_budgeted_codes

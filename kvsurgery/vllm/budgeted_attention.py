@@ -36,6 +36,11 @@ class BudgetedAttention(Attention):
         """The backend of this head on this platform."""
         return budgeted_backend()
 
+    @property
+    def kept(self) -> int:
+        """Most tokens of a prompt that it keeps."""
+        return self.budget + self.selection.window
+
     def selected(self, prompt: int) -> tuple[int, int]:
         """The places that selected tokens of a prompt of so many tokens move to: the first, and that after the last."""
         start = max(prompt - self.selection.window, 0)

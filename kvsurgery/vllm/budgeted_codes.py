@@ -1,204 +1,29 @@
-"""Budgeted heads whose older tokens lie in quantized tiles: the prompt is read as it is, and packed once selected.
-
-What a head has selected moves as without tiles, and its first tokens to the first places besides: there no window
-passes. So a head that has dropped some tokens is a full head with a gap after its sinks.
-"""
+"""Budgeted heads whose older tokens lie in quantized tiles: a cache of tiles, and one of newest tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch.nn.functional import pad
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from kvsurgery.templates.kv_codes import Rounding
 from kvsurgery.templates.kv_layout import TILE, Quantization
+from kvsurgery.vllm.backends import budgeted_codes_backend, budgeted_newest_backend
 from kvsurgery.vllm.budgeted import Bin
 from kvsurgery.vllm.budgeted_attention import BudgetedAttention
-from kvsurgery.vllm.budgeted_cpu import BudgetedBuilder, BudgetedImpl
-from kvsurgery.vllm.budgeted_selection import Reading
 from kvsurgery.vllm.budgeted_spec import BudgetedNewestSpec, BudgetedSpec
-from kvsurgery.vllm.cpu import GatheringBackend
-from kvsurgery.vllm.cpu_codes import CodesImpl, CodesStep, NewestStep
-from kvsurgery.vllm.pages import rotated_query, stored_form
-from kvsurgery.vllm.rows import NewTokens, Places, rows_of
-from kvsurgery.vllm.tiles import TiledPlan, Tiling, due_tiles, pieces_of
-
-
-@dataclass(frozen=True)
-class NewestBudgets:
-    """A step in a cache group of newest tokens.
-
-    Attributes:
-        slots: slots of the new tokens.
-        reading: requests of which this step reads tokens of the prompt.
-        table: [requests, blocks], of the requests whose prompt is complete after this step; so are the next ones.
-        batch: [tokens], indices of their new tokens after the prompt in the batch, request by request.
-        pasts, totals, prompts: [requests], tokens before and after this step, and of the prompt.
-        rows: [requests], their rows in block tables.
-    """
-
-    slots: Places
-    reading: list[Reading]
-    table: torch.Tensor
-    batch: torch.Tensor
-    pasts: torch.Tensor
-    totals: torch.Tensor
-    prompts: torch.Tensor
-    rows: torch.Tensor
-    size: int
-
-    @property
-    def starts(self) -> torch.Tensor:
-        """[requests + 1], places in `batch` where the tokens of each request start, and the end."""
-        new = self.totals - torch.maximum(self.pasts, self.prompts)
-        return pad(new.cumsum(0), (1, 0))
-
-    def places(self, rows: torch.Tensor, positions: torch.Tensor, dropped: torch.Tensor, sink: int) -> Places:
-        """Slots of a head at positions among what it has kept, of requests that have dropped some tokens."""
-        columns = torch.where(positions < sink, positions, positions + dropped[rows])
-        return Places(self.table[rows, columns // self.size][:, None], (columns % self.size)[:, None])
-
-
-@dataclass
-class BudgetedCodesStep:
-    """A step in a cache group of tiles: the block table, and the work of heads with a budget, found once."""
-
-    table: torch.Tensor
-    _found: dict[tuple[int, int], tuple[CodesStep, NewestStep]] = field(default_factory=dict)
-
-    def of(self, budget: int, window: int, tiling: Tiling, newest: NewestBudgets) -> tuple[CodesStep, NewestStep]:
-        """What is packed and read; `newest` is the step of the head's newest tokens."""
-        if (budget, id(newest)) not in self._found:
-            dropped = (newest.prompts - window - budget).clamp(min=0)
-            before = tiling.packed(newest.pasts - dropped).where(newest.pasts >= newest.prompts, 0)
-            totals = newest.totals - dropped
-            due = due_tiles(before, totals, tiling)
-            pieces = pieces_of(newest.starts, totals, tiling)
-
-            def pages(rows: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-                return self.table[newest.rows[rows], tiling.block(tiles, dropped[rows])]
-
-            def places(rows: torch.Tensor, positions: torch.Tensor) -> Places:
-                return newest.places(rows, positions, dropped, tiling.sink)
-
-            self._found[budget, id(newest)] = (
-                CodesStep(
-                    TiledPlan(due, tuple(replace(piece, batch=newest.batch[piece.batch]) for piece in pieces)),
-                    pages(due.rows, due.tiles).flatten(),
-                    [pages(piece.rows, piece.tiles) for piece in pieces],
-                ),
-                NewestStep(
-                    NewTokens(len(newest.slots.slots), newest.slots),
-                    places(due.rows, due.tokens),
-                    [places(piece.rows, piece.keys) for piece in pieces],
-                ),
-            )
-        return self._found[budget, id(newest)]
-
-
-class BudgetedNewestBuilder(BudgetedBuilder):
-    """Finds the slots of prompts that are read, and of the newest tokens."""
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """The requests of a batch, in slots of this cache group."""
-        step = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        starts = common_attn_metadata.query_start_loc.long()
-        totals = common_attn_metadata.seq_lens.long()
-        prompts = common_attn_metadata.rswa_prefix_lens.long()[: len(totals)]
-        pasts = totals - starts.diff()
-        (rows,) = ((totals >= prompts) & (totals > pasts)).nonzero(as_tuple=True)
-        firsts = starts[:-1] + (prompts - pasts).clamp(min=0)
-        spans = [torch.arange(first, end) for first, end in zip(firsts[rows], starts[1:][rows], strict=True)]
-        return NewestBudgets(
-            step.slots,
-            [request for request in step.reading if request.past < request.prompt],
-            common_attn_metadata.block_table_tensor.long()[rows],
-            torch.cat([firsts[:0], *spans]),
-            pasts[rows],
-            totals[rows],
-            prompts[rows],
-            rows,
-            self.size,
-        )
-
-
-class BudgetedCodesBuilder(AttentionMetadataBuilder[BudgetedCodesStep]):
-    """Takes the block table of the tiles."""
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> BudgetedCodesStep:
-        """The block table of a step; what is read from it depends on a head's budget."""
-        return BudgetedCodesStep(common_attn_metadata.block_table_tensor.long())
-
-
-class BudgetedCodesImpl(BudgetedImpl, CodesImpl):
-    """Reads prompts as they are, and then attends to tiles."""
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Store new tokens in the caches of a head, and write their attention to an output, as `CodesImpl` does."""
-        if attn_metadata is None:  # a step without requests, to measure memory
-            return output
-        # layers that share a cache are refused
-        assert key is not None
-        assert value is not None
-        newest: NewestBudgets = get_forward_context().attn_metadata[layer.newest.layer_name]
-        count, cache = len(newest.slots.slots), layer.newest.kv_cache
-        query = rotated_query(layer.quantization, query[:count])
-        states = torch.cat(stored_form(layer.quantization, key[:count], value[:count]), -1)
-        rows_of(cache).index_copy_(0, newest.slots.rows(cache), states[:, 0])
-        for request in newest.reading:
-            self._read_prompt(layer, request, query, cache, output)
-            read = slice(request.start, request.start + min(request.prompt, request.total) - request.past)
-            output[read] = self._rotated_back(layer.quantization, output[read])
-        step, newest_step = attn_metadata.of(layer.budget, layer.selection.window, layer.newest.tiling, newest)
-        self._pack(layer, kv_cache, newest_step, step, states)
-        self._attend_to_both(layer, query, kv_cache, newest_step, step, states, output)
-        return output
-
-    def _move(self, layer: Any, request: Reading, tokens: torch.Tensor, first: int, kv_cache: torch.Tensor) -> None:
-        super()._move(layer, request, tokens, first, kv_cache)
-        sinks = torch.arange(first, first + layer.quantization.sink)
-        super()._move(layer, request, sinks, 0, kv_cache)
-
-
-class BudgetedNewestBackend(GatheringBackend):
-    """Backend of the cache of newest tokens, which has no attention of its own."""
-
-    impl = BudgetedCodesImpl
-    builder = BudgetedNewestBuilder
-
-
-class BudgetedCodesBackend(GatheringBackend):
-    """Backend of the cache of tiles."""
-
-    impl = BudgetedCodesImpl
-    builder = BudgetedCodesBuilder
+from kvsurgery.vllm.tiles import Tiling
 
 
 class BudgetedNewest(Attention):
-    """Only a cache: of a prompt that is read; then of the first tokens of a head, and of its newest ones."""
+    """Only a cache: of a prompt that is read; then of the first tokens of a head, and of its newest ones.
 
-    def __init__(self, *args: Any, tiling: Tiling, bin: Bin, size: int, **options: Any) -> None:
-        super().__init__(*args, attn_backend=BudgetedNewestBackend, **options)
-        self.tiling, self.bin, self.size = tiling, bin, size
+    Of the prompt the head has `kept` tokens.
+    """
+
+    def __init__(self, *args: Any, kept: int, tiling: Tiling, bin: Bin, size: int, **options: Any) -> None:
+        super().__init__(*args, attn_backend=budgeted_newest_backend(), **options)
+        self.kept, self.tiling, self.bin, self.size = kept, tiling, bin, size
 
     def get_kv_cache_spec(self, vllm_config: Any) -> BudgetedNewestSpec:
         """Sinks and a window, in blocks of `size` tokens."""
@@ -219,12 +44,12 @@ class BudgetedCodes(BudgetedAttention):
         **options: Any,
     ) -> None:
         super().__init__(*args, bin=bin, size=TILE, prefix=prefix, **options)
-        self.quantization = quantization
-        self.round_keys = round_keys
+        self.quantization, self.tiling, self.round_keys = quantization, Tiling.of(quantization), round_keys
         unused = {"budget", "selection"}
         self.newest = BudgetedNewest(
             *args,
-            tiling=Tiling.of(quantization),
+            kept=self.kept,
+            tiling=self.tiling,
             bin=bin,
             size=size,
             prefix=f"{prefix}.newest",
@@ -232,8 +57,8 @@ class BudgetedCodes(BudgetedAttention):
         )
 
     def backend(self) -> type:
-        """Of tiles, which a CPU alone reads."""
-        return BudgetedCodesBackend
+        """The backend of the tiles on this platform."""
+        return budgeted_codes_backend()
 
     def get_kv_cache_spec(self, vllm_config: Any) -> BudgetedSpec:
         """The cache of the tiles."""

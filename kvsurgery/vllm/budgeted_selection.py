@@ -107,3 +107,16 @@ class SelectingImpl:
         moved = rows.index_select(0, self._rows(request, tokens, kv_cache))
         places = torch.arange(first, first + len(tokens), device=kv_cache.device)
         rows.index_copy_(0, self._rows(request, places, kv_cache), moved)
+
+
+class SelectingTilesImpl(SelectingImpl):
+    """The part that selects where older tokens lie in quantized tiles, which are packed after that.
+
+    What a head has selected moves as without tiles, and its first tokens to the first places besides: there no window
+    passes. So a head that has dropped some tokens is a full head with a gap after its sinks.
+    """
+
+    def _move(self, layer: Any, request: Reading, tokens: torch.Tensor, first: int, kv_cache: torch.Tensor) -> None:
+        super()._move(layer, request, tokens, first, kv_cache)
+        sinks = torch.arange(first, first + layer.quantization.sink, device=kv_cache.device)
+        super()._move(layer, request, sinks, 0, kv_cache)

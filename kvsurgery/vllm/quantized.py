@@ -55,11 +55,11 @@ def holds_codes(layout: KVLayout) -> bool:
 def kernels_read(layout: KVLayout) -> bool:
     """Whether Triton kernels read all of these tiles.
 
-    They read those of full heads where no layer stores full heads otherwise, and where nothing but streaming heads in
-    the model's dtype is beside them.
+    They read those of full and budgeted heads where no layer stores full heads otherwise, and where nothing but
+    streaming and budgeted heads in the model's dtype is beside them.
     """
     return all(
         (layer.quantization or not layer.full)
-        and not (layer.native or layer.quantized_window or layer.budgets or layer.source is not None)
+        and not (layer.native or layer.quantized_window or layer.source is not None)
         for layer in layout.layers
     )

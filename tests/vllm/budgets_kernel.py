@@ -57,18 +57,24 @@ def block_table(before: tuple[int, ...]) -> torch.Tensor:
     return table
 
 
-def metadata(before: tuple[int, ...], after: tuple[int, ...]) -> SimpleNamespace:
+def metadata(
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    of_prompts: tuple[int, ...],
+    table: torch.Tensor,
+    size: int,
+) -> SimpleNamespace:
     """What vLLM tells a builder of a step, for the requests that have new tokens."""
-    rows = [row for row in range(len(PROMPTS)) if after[row] > before[row]]
+    rows = [row for row in range(len(of_prompts)) if after[row] > before[row]]
     lengths = torch.tensor([after[row] for row in rows], dtype=torch.int32)
     pasts = torch.tensor([before[row] for row in rows], dtype=torch.int32)
-    prompts = torch.tensor([PROMPTS[row] for row in rows], dtype=torch.int32)
+    prompts = torch.tensor([of_prompts[row] for row in rows], dtype=torch.int32)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), (lengths - pasts).cumsum(0))).int()
-    table = block_table(before)[rows]
+    table = table[rows]
     slots = []
     for row, begin, end in zip(range(len(rows)), pasts.tolist(), lengths.tolist(), strict=True):
         token = torch.arange(begin, end)
-        slots.append(table[row, token // SIZE] * SIZE + token % SIZE)
+        slots.append(table[row, token // size] * size + token % size)
     return SimpleNamespace(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
@@ -79,6 +85,13 @@ def metadata(before: tuple[int, ...], after: tuple[int, ...]) -> SimpleNamespace
         block_table_tensor=table,
         slot_mapping=torch.cat([*slots, torch.full((3,), -1)]).long(),  # a batch may be padded
     )
+
+
+def on_device(given: SimpleNamespace) -> SimpleNamespace:
+    """The same, with tensors that the host would have to wait for where a GPU has them."""
+    for name in ("query_start_loc", "seq_lens", "rswa_prefix_lens", "block_table_tensor", "slot_mapping"):
+        setattr(given, name, getattr(given, name).clone().as_subclass(OnDevice))
+    return given
 
 
 def config_of(layer: Any) -> Any:
@@ -93,6 +106,7 @@ def head(budget: int, select: str) -> Any:
     """A budgeted head without an engine."""
     layer = SimpleNamespace(num_heads=GROUP, num_kv_heads=1, head_size=HEAD_DIM, budget=budget, waiting={})
     layer.selection = Selection(WINDOW, 3, "max", select=select)
+    layer.kept = budget + WINDOW
     layer.selected = partial(BudgetedAttention.selected, layer)
     return layer
 
@@ -117,7 +131,7 @@ def run(module: Any, select: str, softcap: float | None, learned: torch.Tensor |
         owned[block_table(before).long()] = True
         caches[~owned] = torch.nan
         caches[0] = torch.nan
-        step = builder.build(0, metadata(before, after))
+        step = builder.build(0, metadata(before, after, PROMPTS, block_table(before), SIZE))
         for number, layer in enumerate(heads):
             query, key, value = parts[number]
             output = torch.zeros_like(query)
@@ -132,12 +146,10 @@ def build_without_waiting() -> None:
     builder = triton_budgets.BudgetedBuilder(
         SimpleNamespace(block_size=SIZE), ["head"], config_of(head(8, "attention")), torch.device("cpu")
     )
-    given = metadata(*STEPS[2])
-    for name in ("query_start_loc", "seq_lens", "rswa_prefix_lens", "block_table_tensor", "slot_mapping"):
-        setattr(given, name, getattr(given, name).clone().as_subclass(OnDevice))
+    given = on_device(metadata(*STEPS[2], PROMPTS, block_table(STEPS[2][0]), SIZE))
     assert not builder.build(0, given).reading
     # a step without requests
-    given = metadata((0, 0, 0, 0), (1, 1, 0, 0))
+    given = metadata((0, 0, 0, 0), (1, 1, 0, 0), PROMPTS, block_table((0, 0, 0, 0)), SIZE)
     given.slot_mapping.fill_(-1)
     given.rswa_prefix_lens, given.is_prefilling = None, torch.zeros(2, dtype=torch.bool)
     assert builder.build(0, given).slots.blocks.unique().tolist() == [0], "only vLLM's block 0 belongs to no request"

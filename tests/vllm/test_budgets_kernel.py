@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("name", ["budgets_kernel.py", "budgets_engine.py"])
+@pytest.mark.parametrize("name", ["budgets_kernel.py", "budgeted_codes_kernel.py", "budgets_engine.py"])
 def test_every_step_gives_what_it_gives_on_a_cpu(name: str) -> None:
     script = Path(__file__).with_name(name)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[2])}

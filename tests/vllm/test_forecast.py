@@ -87,13 +87,16 @@ def test_models_whose_layers_have_states_beside_their_heads(stateful: dict) -> N
     assert forecast({**quantized, **stateful}) == forecast(config())
 
 
-def test_budgets_are_forecast_in_the_dtype_that_they_have_on_a_gpu() -> None:
+def test_tiles_are_forecast_where_a_gpu_reads_them_too() -> None:
     budgets = config([BUDGETS] * 2, selection=SELECTION)
     quantized = config([BUDGETS] * 2, selection=SELECTION, quantization=QUANTIZATION)
-    codes, heads = serving_limits(quantized)
+    assert serving_limits(quantized) == serving_limits(budgets)
+    assert forecast(quantized).kv_bytes < forecast(budgets).kv_bytes
+    # full heads in blocks of as many tokens as a tile have no kernel there
+    section = {"bits": [4, None], "clip": [False, False]}
+    codes, heads = serving_limits(config([BUDGETS] * 2, selection=SELECTION, quantization=QUANTIZATION | section))
     assert "stores 16 bit, except on a CPU" in codes
     assert [heads] == [*serving_limits(budgets)]
-    assert forecast(quantized) == forecast(budgets)
 
 
 def test_what_vllm_cannot_serve() -> None:
