@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from kvsurgery.vllm.budgeted_selection import Reading, SelectingImpl, ask_for_prompts
 from kvsurgery.vllm.cpu import FullBackend, StreamingImpl
-from kvsurgery.vllm.rows import Places, rows_of
+from kvsurgery.vllm.rows import Places
 
 QUERIES = 512  # new tokens of a request that attend at a time, which bounds the scores
 
@@ -111,12 +111,10 @@ class BudgetedImpl(SelectingImpl, StreamingImpl):
         assert key is not None
         assert value is not None
         count = attn_metadata.tokens
-        rows = rows_of(kv_cache)
-        rows.index_copy_(0, attn_metadata.slots.rows(kv_cache), torch.cat((key[:count], value[:count]), -1)[:, 0])
+        attn_metadata.slots.store(kv_cache, torch.cat((key[:count], value[:count]), -1))
         if decoding := attn_metadata.decoding:
             places, bias = decoding.keys(layer.budget, layer.selection.window, query.dtype)
-            states = rows.index_select(0, places.rows(kv_cache)).view(len(decoding.tokens), 1, -1, 2 * self.head_size)
-            keys, values = states.split(self.head_size, -1)
+            keys, values = places.read(kv_cache).split(self.head_size, -1)
             output[decoding.tokens] = self._attend(query[decoding.tokens][:, None], keys, values, bias)[:, 0]
         for request in attn_metadata.reading:
             self._read_prompt(layer, request, query, kv_cache, output)

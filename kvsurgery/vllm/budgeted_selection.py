@@ -15,7 +15,7 @@ import torch
 from kvsurgery.templates.kv_budget import most_important, weighted
 from kvsurgery.templates.kv_received import attention_received
 from kvsurgery.templates.kv_softmax import Scoring
-from kvsurgery.vllm.rows import rows_of
+from kvsurgery.vllm.rows import Places
 
 
 def ask_for_prompts(vllm_config: Any) -> None:
@@ -82,14 +82,14 @@ class SelectingImpl:
         else:
             self._move(layer, request, self._chosen(layer, request, held, kv_cache), first, kv_cache)
 
-    def _rows(self, request: Reading, positions: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+    def _places(self, request: Reading, positions: torch.Tensor, kv_cache: torch.Tensor) -> Places:
         size = kv_cache.shape[2]
-        return request.table[positions // size] * (kv_cache.stride(0) // kv_cache.shape[3]) + positions % size
+        return Places(request.table[positions // size][None, None], (positions % size)[None, None])
 
     def _states(self, request: Reading, first: int, end: int, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Keys and values [1, 1, tokens, head_dim] at positions from `first` on."""
-        rows = self._rows(request, torch.arange(first, end, device=kv_cache.device), kv_cache)
-        return rows_of(kv_cache).index_select(0, rows)[None, None].split(self.head_size, -1)
+        places = self._places(request, torch.arange(first, end, device=kv_cache.device), kv_cache)
+        return places.read(kv_cache).split(self.head_size, -1)
 
     def _chosen(self, layer: Any, request: Reading, queries: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         """The tokens before the last ones of a prompt that the last queries attend to most, ascending."""
@@ -103,10 +103,9 @@ class SelectingImpl:
 
     def _move(self, layer: Any, request: Reading, tokens: torch.Tensor, first: int, kv_cache: torch.Tensor) -> None:
         """Move tokens of a request to the positions from `first` on."""
-        rows = rows_of(kv_cache)
-        moved = rows.index_select(0, self._rows(request, tokens, kv_cache))
         places = torch.arange(first, first + len(tokens), device=kv_cache.device)
-        rows.index_copy_(0, self._rows(request, places, kv_cache), moved)
+        moved = self._places(request, tokens, kv_cache).read(kv_cache)
+        self._places(request, places, kv_cache).store(kv_cache, moved)
 
 
 class SelectingTilesImpl(SelectingImpl):

@@ -15,7 +15,7 @@ from kvsurgery.vllm.budgeted_selection import Reading, SelectingTilesImpl
 from kvsurgery.vllm.cpu import GatheringBackend
 from kvsurgery.vllm.cpu_codes import CodesImpl, CodesStep, NewestStep
 from kvsurgery.vllm.pages import rotated_query, stored_form
-from kvsurgery.vllm.rows import NewTokens, Places, rows_of
+from kvsurgery.vllm.rows import NewTokens, Places
 from kvsurgery.vllm.tiles import TiledPlan, Tiling, due_tiles, pieces_of
 
 
@@ -153,7 +153,7 @@ class BudgetedCodesImpl(SelectingTilesImpl, BudgetedImpl, CodesImpl):
         count, cache = len(newest.slots.slots), layer.newest.kv_cache
         query = rotated_query(layer.quantization, query[:count])
         states = torch.cat(stored_form(layer.quantization, key[:count], value[:count]), -1)
-        rows_of(cache).index_copy_(0, newest.slots.rows(cache), states[:, 0])
+        newest.slots.store(cache, states)
         for request in newest.reading:
             self._read_prompt(layer, request, query, cache, output)
             read = slice(request.start, request.start + min(request.prompt, request.total) - request.past)

@@ -47,25 +47,34 @@ class Places:
     inputs: InputTokens | None = None
     _rows: torch.Tensor | None = None
 
-    def rows(self, cache: torch.Tensor) -> torch.Tensor:
-        """Their rows in `rows_of` a layer's cache, head by head: [requests * heads * tokens]."""
-        if self._rows is None:
-            self._rows = torch.add(self.slots, self.blocks, alpha=cache.stride(0) // cache.shape[3]).flatten()
-        return self._rows
-
-    def read(self, cache: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+    def read(self, cache: torch.Tensor, states: torch.Tensor | None = None) -> torch.Tensor:
         """Keys and values there, or of these among the step's `states` [tokens, heads, 2 * head_dim].
 
         Returns:
             [requests, heads, tokens, 2 * head_dim]
         """
-        found = rows_of(cache).index_select(0, self.rows(cache))
-        found = found.view(len(self.blocks), cache.shape[1], -1, cache.shape[3])
+        if (stored := rows_of(cache)) is None:
+            found = cache.flatten(1, 2)[self.blocks, self.slots]
+        else:
+            found = stored.index_select(0, self._rows_in(cache)).view(*self.slots.shape, cache.shape[3])
         if self.inputs is not None:
             assert states is not None  # no layer shares a lean cache
             rows, columns, tokens = self.inputs
             found[rows, :, columns] = states[tokens]
         return found
+
+    def store(self, cache: torch.Tensor, states: torch.Tensor) -> None:
+        """Store keys and values of as many tokens, head by head: [..., 2 * head_dim]."""
+        if (stored := rows_of(cache)) is None:
+            cache.flatten(1, 2)[self.blocks, self.slots] = states.view(*self.slots.shape, cache.shape[3])
+        else:
+            stored.index_copy_(0, self._rows_in(cache), states.view(-1, cache.shape[3]))
+
+    def _rows_in(self, cache: torch.Tensor) -> torch.Tensor:
+        """Their rows in `rows_of` a layer's cache: [requests * heads * tokens]."""
+        if self._rows is None:
+            self._rows = torch.add(self.slots, self.blocks, alpha=cache.stride(0) // cache.shape[3]).flatten()
+        return self._rows
 
 
 @dataclass(frozen=True)
@@ -101,14 +110,17 @@ class NewTokens:
         """Store keys and values [tokens, heads, 2 * head_dim]."""
         if self.stored is not None:
             states = states[self.stored]
-        rows_of(cache).index_copy_(0, self.places.rows(cache), states.flatten(0, 1))
+        self.places.store(cache, states)
 
 
-def rows_of(cache: torch.Tensor) -> torch.Tensor:
+def rows_of(cache: torch.Tensor) -> torch.Tensor | None:
     """A layer's cache [blocks, heads, slots, 2 * head_dim] as rows of a slot each, those of other layers between them.
 
-    Moving whole rows is several times as fast as indexing blocks, heads and slots.
+    Moving whole rows is several times as fast as indexing blocks, heads and slots. Where a block is no whole number of
+    rows, beside tiles or states of other widths, there are none: None.
     """
     blocks, heads, size, width = cache.shape
+    if cache.stride(0) % width:
+        return None
     count = (blocks - 1) * (cache.stride(0) // width) + heads * size
     return cache.as_strided((count, width), (width, 1))

@@ -21,7 +21,7 @@ from kvsurgery.vllm.paged_budgets import Blocks
 from kvsurgery.vllm.paged_codes import Line, Pages, QueryBlocks, lines, programs_of
 from kvsurgery.vllm.paged_pack import DueTiles, most_due, pack
 from kvsurgery.vllm.pages import from_page, rotated_query, stored_form
-from kvsurgery.vllm.rows import Places, rows_of
+from kvsurgery.vllm.rows import Places
 from kvsurgery.vllm.triton_budgets import Batch, BudgetedBuilder
 from kvsurgery.vllm.triton_pages import PagesBackend, PagesImpl
 
@@ -189,7 +189,7 @@ class BudgetedCodesImpl(SelectingTilesImpl, PagesImpl):
         quantization, cache, count = layer.quantization, layer.newest.kv_cache, len(newest.slots.slots)
         query = rotated_query(quantization, query[:count])
         states = torch.cat(stored_form(quantization, key[:count], value[:count]), -1)
-        rows_of(cache).index_copy_(0, newest.slots.rows(cache), states[:, 0])
+        newest.slots.store(cache, states)
         scoring = Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks)
         if newest.prompts is not None:
             attended = torch.zeros_like(output[:count])

@@ -12,7 +12,7 @@ from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.vllm.budgeted_selection import Reading, SelectingImpl, ask_for_prompts
 from kvsurgery.vllm.paged_budgets import Blocks, attend, block_size
 from kvsurgery.vllm.paged_codes import programs_of
-from kvsurgery.vllm.rows import Places, rows_of
+from kvsurgery.vllm.rows import Places
 from kvsurgery.vllm.triton_pages import PagesBackend, PagesImpl
 
 
@@ -167,8 +167,7 @@ class BudgetedImpl(SelectingImpl, PagesImpl):
         if attn_metadata is None:  # a step without requests, to measure memory
             return output.fill_(0)
         step = attn_metadata
-        states = torch.cat((key[: step.tokens], value[: step.tokens]), -1)[:, 0]
-        rows_of(kv_cache).index_copy_(0, step.slots.rows(kv_cache), states)
+        step.slots.store(kv_cache, torch.cat((key[: step.tokens], value[: step.tokens]), -1))
         scoring = Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks)
         attend(query, kv_cache, step.table, step.blocks, layer.kept, scoring, output)
         for request in step.reading:
