@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks.real_model import cache_report, repository
@@ -69,3 +70,16 @@ def test_budgets() -> None:
     shown = {f"{ROWS[budgets].share:.0%}", recall(budgets), kl(budgets), kl(press)}
     assert shown <= figures(PAGE, "**Budgets**")
     assert recall(budgets) == recall(press)
+
+
+def test_balances() -> None:
+    report = json.loads((ROOT / "benchmarks/results/running-balances.json").read_text())
+    right = {name: np.array(result["right"]) for name, result in report["results"].items()}
+    ours = [f"kvsurgery, 2 bits, {kind}" for kind in ("measured", "keys and values rotated")]
+    quanto = "QuantizedCache, quanto, 2 bits"
+    assert {answers.shape for answers in right.values()} == {(6, 40)}
+    assert {"40", "240"} <= figures(PAGE, "The model is given 40 transactions")
+    assert {f"{right[name].mean():.0%}" for name in ours} <= figures(PAGE, "**2 bits** in the default scheme")
+    assert f"{right[ours[1]].mean():.0%}" == f"{right['original'].mean():.0%}"
+    last = {name: f"{answers[:, 30:].mean():.0%}" for name, answers in right.items()}
+    assert {f"{right[quanto].mean():.0%}", last[quanto], last["original"]} <= figures(PAGE, "**quanto's 2 bits**")
