@@ -104,7 +104,7 @@ def run(module: Any, case: Case, states: list[list[torch.Tensor]], learned: torc
     )
     groups = (module.NewestBackend, "newest", SIZE), (module.CodesBackend, "tiles", TILE)
     builders = [
-        backend.get_builder_cls()(SimpleNamespace(block_size=size), [name], config, torch.device("cpu"))
+        backend.get_builder_cls()(SimpleNamespace(block_size=size, lean=False), [name], config, torch.device("cpu"))
         for backend, name, size in groups
     ]
     attention = object.__new__(module.CodesImpl)  # without an engine
