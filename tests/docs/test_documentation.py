@@ -49,6 +49,7 @@ OF_VLLM = {
     "--language-model-only",
     "--max-model-len",
     "--max-num-batched-tokens",
+    "--max-num-seqs",
     "--no-enable-prefix-caching",
     "--tensor-parallel-size",
 }
