@@ -5,8 +5,9 @@
 
 All requests arrive at once. Each has a random prompt and generates a set number of tokens. The KV budget holds a few
 sequences of the original model (`--sequences`). With an `--at-once` that fits the budget all models have the same load,
-which shows what the split costs. Each engine has a process of its own; they run one after the other, `--turns` times,
-and the median turn counts; seconds of CPU are compared within each turn. Figures of a CPU are ratios within one run.
+which shows what the split costs. Each engine has a process of its own. They work in turn, some seconds each, so that a
+machine whose speed changes is as fast for all. The load is served `--turns` times, and the median counts; seconds of
+CPU are compared within each time. Figures of a CPU are ratios within one run.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from kvsurgery.vllm.quantized import holds_codes
 BLOCK = 32  # tokens; the CPU's kernels take multiples
 ITEMSIZE = 4  # float32
 ORIGINAL = "original"
+SLICE = 10.0  # seconds that an engine works while the others wait
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Result:
-    """One turn. Times are in seconds, `peak_bytes` are of blocks in use, `running` is a mean over steps.
+    """One load that was served. Times are in seconds without those in which other engines worked.
 
-    `cpu_seconds` of the engine's process are what a busy machine leaves comparable.
+    `peak_bytes` are of blocks in use, `running` is a mean over steps. `cpu_seconds` of the engine's process are what a
+    busy machine leaves comparable.
     """
 
     seconds: float
@@ -111,11 +114,11 @@ def serve(folder: Path, load: Load, pipe: Connection) -> None:
     assert cache.kv_cache_tensors[0].size == cache.num_blocks * block, "vLLM's blocks have another size"
     pipe.send("ready")
     while pipe.recv() == "run":
-        pipe.send(run(llm.llm_engine, load, block))
+        pipe.send(run(llm.llm_engine, load, block, pipe))
 
 
-def run(engine: Any, load: Load, block: int) -> Result:
-    """Serve all requests of a load."""
+def run(engine: Any, load: Load, block: int, pipe: Connection) -> Result:
+    """Serve all requests of a load; after each slice of time, wait for word from the pipe."""
     from vllm import SamplingParams
 
     scheduler = engine.engine_core.engine_core.scheduler
@@ -126,9 +129,15 @@ def run(engine: Any, load: Load, block: int) -> Result:
     for index in range(load.requests):
         prompt = [draw.randrange(load.vocabulary) for _ in range(load.prompt)]
         engine.add_request(f"{time.monotonic()}-{index}", {"prompt_token_ids": prompt}, parameters)
-    start, cpu_start = time.monotonic(), time.process_time()
+    start, cpu_start, slices = time.monotonic(), time.process_time(), 1
     first_token_times, last_token_times, running, peak = {}, {}, [], 0
     while engine.has_unfinished_requests():
+        if time.monotonic() - start > SLICE * slices:
+            pause = time.monotonic()
+            pipe.send(None)
+            pipe.recv()
+            start += time.monotonic() - pause
+            slices += 1
         for output in engine.step():
             now = time.monotonic() - start
             first_token_times.setdefault(output.request_id, now)
@@ -213,7 +222,7 @@ def conversions(source: Path, out: Path, options: argparse.Namespace) -> dict[st
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of turns for every model, and ratios to the original."""
+    """Medians of the times that every model served the load, and ratios to the original."""
     config = read_config(options.source)
     length = options.prompt + options.new
     budget = options.sequences * -(-length // BLOCK) * block_bytes(config)
@@ -224,13 +233,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         folders = conversions(options.source, Path(out), options)
         turns: dict[str, list[Result]] = {name: [] for name in folders}
         with engines(folders, load) as pipes:
-            for turn in range(options.turns):
-                # whoever comes first meets a colder machine; so that changes
-                names = [*pipes][turn % len(pipes) :] + [*pipes][: turn % len(pipes)]
-                for name in names:
-                    pipes[name].send("run")
-                    turns[name].append(pipes[name].recv())
-                    print(name, turns[name][-1], flush=True)
+            for _ in range(options.turns):
+                working = {**pipes}
+                while working:
+                    for name, pipe in [*working.items()]:
+                        pipe.send("run")
+                        if (result := pipe.recv()) is not None:
+                            turns[name].append(result)
+                            print(name, result, flush=True)
+                            del working[name]
     medians = {
         name: sorted(results, key=lambda result: result.seconds)[len(results) // 2] for name, results in turns.items()
     }

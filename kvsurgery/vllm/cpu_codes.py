@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from kvsurgery.templates.kv_codes import key_products, quantize, rotated, weighted_values
+from kvsurgery.templates.kv_codes import dequantize, key_products, quantize, rotated, weighted_values
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_softmax import LOWEST, Scoring, merge
 from kvsurgery.vllm.cpu import GatheringBackend
@@ -22,6 +23,8 @@ from kvsurgery.vllm.tiles import TiledPiece, TiledPlan, plan
 SCORES = 1 << 23  # scores of queries over tiles that are computed at a time
 ROOM = 1 << 19  # elements that codes are decoded to at a time
 PAGES = 1 << 24  # bytes of pages that are gathered at a time
+UNPACKED = 32  # new tokens of a request for which tiles are unpacked first
+STATES = 1 << 21  # elements of keys and values that are unpacked at a time
 
 
 @dataclass
@@ -172,43 +175,82 @@ class CodesImpl(CPUAttentionBackendImpl):
     ) -> None:
         """Write the attention, to tiles and newest tokens, of queries that are rotated as the keys are."""
         quantization, heads, size = layer.quantization, self.num_kv_heads, self.head_size
+        scoring = Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks)
         pages = kv_cache[:, :, 0]
         for piece, keys, blocks in zip(step.plan.pieces, newest.pieces, step.pieces, strict=True):
             queries = query[piece.batch].view(-1, piece.new, heads, self.num_queries_per_kv, size)
-            folded_query = queries.permute(0, 2, 3, 1, 4).flatten(2, 3).float()
+            queries = queries.permute(0, 2, 3, 1, 4)
             unpacked = keys.read(layer.newest.kv_cache, states)
-            attended = self._attend_to_tiles(folded_query, unpacked, pages, blocks, piece, quantization)
+            few = piece.new < UNPACKED or scoring.explicit
+            attend = _attend_to_codes if few else _attend_to_unpacked
+            attended = attend(queries, unpacked, pages, blocks, piece, quantization, scoring)
             attended = attended.transpose(1, 2).reshape(len(piece.batch), -1, size)
             output[piece.batch] = self._rotated_back(quantization, attended).to(output.dtype)
 
-    def _attend_to_tiles(
-        self,
-        query: torch.Tensor,
-        states: torch.Tensor,
-        pages: torch.Tensor,
-        blocks: torch.Tensor,
-        piece: TiledPiece,
-        quantization: Quantization,
-    ) -> torch.Tensor:
-        """Attention of queries [requests, heads, group * new, head_dim] over states and tiles, in float32.
 
-        Returns:
-            [requests, query_heads, new, head_dim]
-        """
-        scoring = Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks)
-        keys, values = states.float().split(self.head_size, -1)
-        weights, lse = _weights(scoring.scores(query @ keys.mT), piece.hidden[..., None], piece.new)
-        output, widths = weights @ values, quantization.widths
-        for span in _spans(query, blocks.shape[1], pages.shape[2]):
-            gathered = pages[blocks[:, span]].transpose(1, 2)  # [requests, heads, tiles, bytes]
-            tiles = from_page(gathered, self.head_size, states.dtype, quantization)
-            room = query.new_empty(max(ROOM, tiles.key_codes[:, :, 0].numel() * 8 // widths.keys))
-            scores = scoring.scores(key_products(query, tiles, widths.keys, room))
-            weights, part_lse = _weights(scores, piece.hidden_in(span), piece.new)
-            part = weighted_values(weights, tiles, widths.values, room)
-            output, lse = merge((output, lse), (part, part_lse))
-        by_query_head = len(piece.rows), -1, piece.new
-        return scoring.sunk(output.view(*by_query_head, self.head_size), lse.view(by_query_head))
+def _attend_to_codes(
+    query: torch.Tensor,
+    states: torch.Tensor,
+    pages: torch.Tensor,
+    blocks: torch.Tensor,
+    piece: TiledPiece,
+    quantization: Quantization,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention of queries over states and the codes of tiles, in float32.
+
+    Args:
+        query: [requests, heads, group, new, head_dim].
+        states: keys and values that are not in tiles, [requests, heads, keys, 2 * head_dim].
+        pages: [blocks, heads, bytes].
+        blocks: of the tiles, [requests, tiles].
+
+    Returns:
+        [requests, query_heads, new, head_dim].
+    """
+    requests, size = len(blocks), query.shape[4]
+    query = query.flatten(2, 3).float()
+    keys, values = states.float().split(size, -1)
+    weights, lse = _weights(scoring.scores(query @ keys.mT), piece.hidden[..., None], piece.new)
+    output, widths = weights @ values, quantization.widths
+    for span in _spans(query, blocks.shape[1], pages.shape[2]):
+        gathered = pages.index_select(0, blocks[:, span].flatten()).unflatten(0, (requests, -1))
+        tiles = from_page(gathered.transpose(1, 2), size, states.dtype, quantization)
+        room = query.new_empty(max(ROOM, tiles.key_codes[:, :, 0].numel() * 8 // widths.keys))
+        scores = scoring.scores(key_products(query, tiles, widths.keys, room))
+        weights, part_lse = _weights(scores, piece.hidden_in(span), piece.new)
+        part = weighted_values(weights, tiles, widths.values, room)
+        output, lse = merge((output, lse), (part, part_lse))
+    by_query_head = requests, -1, piece.new
+    return scoring.sunk(output.view(*by_query_head, size), lse.view(by_query_head))
+
+
+def _attend_to_unpacked(
+    query: torch.Tensor,
+    states: torch.Tensor,
+    pages: torch.Tensor,
+    blocks: torch.Tensor,
+    piece: TiledPiece,
+    quantization: Quantization,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """As `_attend_to_codes`, where many queries share the work of unpacking tiles; `scoring` is not explicit."""
+    size, allowed = query.shape[4], piece.allowed
+    output = torch.empty_like(query)
+    for request, row in enumerate(blocks):
+        tiles = from_page(pages.index_select(0, row).transpose(0, 1), size, states.dtype, quantization)
+        at_once = max(1, STATES // (2 * size * allowed.shape[2]))
+        for heads in torch.arange(len(tiles.key_codes)).split(at_once):
+            some = slice(int(heads[0]), int(heads[-1]) + 1)
+            older = dequantize(tiles.map(lambda part: part[some]), quantization.widths)  # noqa: B023
+            keys, values = (
+                torch.cat((part, tile_part.flatten(1, 2)), 1)[:, None].expand(-1, query.shape[2], -1, -1)
+                for part, tile_part in zip(states[request, some].split(size, -1), older, strict=True)
+            )
+            output[request, some] = scaled_dot_product_attention(
+                query[request, some], keys, values, allowed[request], scale=scoring.scale
+            )
+    return output.flatten(1, 2)
 
 
 def _weights(scores: torch.Tensor, hidden: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ of that token's block, so a request with the same prefix finds every tile it nee
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -113,6 +113,13 @@ class TiledPiece:
     def new(self) -> int:
         """New tokens of each request."""
         return self.positions.shape[1]
+
+    @cached_property
+    def allowed(self) -> torch.Tensor:
+        """Which keys a query sees, those of `keys` and then those of all tiles: bool [requests, new, keys]."""
+        in_tiles = self.hidden_in(slice(None))[:, 0, 0]
+        in_tiles = in_tiles.expand(*in_tiles.shape[:3], TILE).flatten(2)
+        return ~torch.cat((self.hidden[:, 0, 0], in_tiles), 2)
 
     def hidden_in(self, span: slice) -> torch.Tensor:
         """Mask of tokens that a query does not see, for columns of tiles: [requests, 1, 1, new, tiles, TILE or 1]."""
