@@ -50,6 +50,26 @@ def test_two_bits_and_streaming_heads() -> None:
     assert ROWS[streaming].scores.more.high < ROWS[two].scores.more.mean
 
 
+def test_programs() -> None:
+    results = json.loads((ROOT / "benchmarks/results/human-eval.json").read_text())["results"]
+    ours = [f"kvsurgery, {bits} bits, measured" for bits in (4, 3, 2)]
+    tasks = results["original"]["tasks"]
+    passed = {
+        name: np.array([results[name]["tasks"][task]["passed"] for task in tasks]) for name in ("original", *ours)
+    }
+    same = [
+        np.mean([results[name]["tasks"][task]["sha256"] == tasks[task]["sha256"] for task in tasks]) for name in ours
+    ]
+    assert same == sorted(same, reverse=True)
+    shown = {f"{share.mean():.0%}" for share in passed.values()} | {f"{share:.0%}" for share in same}
+    assert shown | {str(len(tasks))} <= figures(PAGE, "**4, 3 and 2 bits** pass")
+    for name in ours:
+        shares = np.stack([passed["original"], passed[name]]).astype(np.float64)
+        means, resampled = shares.mean(1), resampled_means(shares, 0)
+        more = interval(means[1] - means[0], resampled[1] - resampled[0])
+        assert more.low <= 0 <= more.high
+
+
 def test_completed_lines() -> None:
     rows = repository.scores(json.loads((ROOT / "benchmarks/results/repository.json").read_text()))
     original, without, four = rows["original"], rows[repository.WITHOUT], rows["kvsurgery, all heads full, 4 bits"]
