@@ -17,7 +17,8 @@ class SinkWindowManager(SlidingWindowManager):
 
     In a lean group, a step's tokens get blocks only where later steps see them. They get those of the request's tokens
     that no later step sees, even if this step still does: attention stores its new tokens last. Such a request never
-    holds more than a window and the sinks, however many tokens a step computes.
+    holds more than a window and the sinks, however many tokens a step computes. A block that is given on stays at its
+    old place too until the next step: where a prompt grows, the worker gets the whole table anew.
     """
 
     def __init__(self, kv_cache_spec: Any, **options: Any) -> None:
@@ -27,6 +28,7 @@ class SinkWindowManager(SlidingWindowManager):
         )
         self.sink_blocks = cdiv(kv_cache_spec.sink, self.block_size)
         self.window_starts: dict[str, int] = {}  # the blocks from there to the sinks are freed
+        self.old_places: dict[str, list[int]] = {}  # of blocks that the last step has given on
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Tokens before the window of the next token."""
@@ -40,6 +42,7 @@ class SinkWindowManager(SlidingWindowManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks between the sinks and the window."""
+        self._leave_old_places(request_id)
         blocks = self.req_to_blocks[request_id]
         first_block = self.window_starts.get(request_id, self.sink_blocks)
         end_block = min(self._skipped_blocks(processed_computed_tokens), len(blocks))
@@ -53,8 +56,14 @@ class SinkWindowManager(SlidingWindowManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         """Forget a request, and return its blocks."""
+        self._leave_old_places(request_id)
         self.window_starts.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
+
+    def _leave_old_places(self, request_id: str) -> None:
+        """Let a request have each of its blocks at one place."""
+        for index in self.old_places.pop(request_id, ()):
+            self.req_to_blocks[request_id][index] = self._null_block
 
     def _lean_changes(self, request_id: str, num_tokens: int) -> tuple[list[int], list[int]]:
         """Blocks of a request that it needs for so many tokens, and held ones that it needs for this step at most."""
@@ -76,7 +85,8 @@ class SinkWindowManager(SlidingWindowManager):
         first_new = len(blocks)
         blocks.extend([self._null_block] * (cdiv(num_tokens, self.block_size) - first_new))
         for index, old in zip(needed, left, strict=False):
-            blocks[index], blocks[old] = blocks[old], self._null_block
+            blocks[index] = blocks[old]
+        self.old_places[request_id] = left[: len(needed)]
         further = needed[len(left) :]
         for index, block in zip(further, self.block_pool.get_new_blocks(len(further)), strict=True):
             blocks[index] = block

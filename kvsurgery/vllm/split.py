@@ -186,17 +186,18 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
 
 
 def _drafts(layout: KVLayout, vllm_config: Any) -> int | None:
-    """Most tokens of a step that may be rejected; None where sinks and windows cannot be lean.
+    """Most tokens of a step that may be taken back; None where sinks and windows cannot be lean.
 
     They are lean on a CPU, whose attention reads new tokens from its inputs, if neither other requests nor other layers
-    read what a step stores.
+    read what a step stores. Drafts may be rejected. With asynchronous scheduling, a step follows an answer's last token
+    before vLLM knows that it is the last; where a prompt grows after that, it goes on before that token.
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     shared = cache.enable_prefix_caching or any(layer.source is not None for layer in layout.layers)
     if shared or scheduler.disable_hybrid_kv_cache_manager or not current_platform.is_cpu():
         return None
     speculative = vllm_config.speculative_config
-    return speculative.num_speculative_tokens if speculative else 0
+    return speculative.num_speculative_tokens if speculative else int(scheduler.async_scheduling)
 
 
 def _state_bytes(model: nn.Module, vllm_config: Any) -> int:

@@ -135,6 +135,37 @@ def test_without_the_prefix_cache_a_request_holds_no_more_than_its_windows(
 
 
 @pytest.mark.parametrize("cached", [True, False])
+def test_prompts_that_come_in_parts(cached: bool, llama: Converted) -> None:
+    """A second part is read after the first one and its answer without the last token, wherever in a block that is."""
+    with engine(llama.folder, enable_prefix_caching=cached) as llm:
+        for length in range(90, 90 + BLOCK, 3):
+            first, second = ROWS[3][:length], ROWS[3][length : length + 40]
+            [[*kept, _], answer] = _answers_to_parts(llm, [first, second])
+            [(wanted, _)] = generate(llm, [[*first, *kept, *second]], 4)
+            assert answer == wanted
+
+
+def _answers_to_parts(llm, parts: list[list[int]]) -> list[list[int]]:
+    """Four tokens after each part of a prompt, of which the next one comes after that."""
+    served, answers = llm.llm_engine, []
+    for part in parts:
+        request = served.input_processor.process_inputs(
+            "parts",
+            {"prompt_token_ids": [*part]},  # which vLLM extends
+            SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+            served.get_supported_tasks(),
+            resumable=True,
+        )
+        served.engine_core.add_request(request)
+        tokens: list[int] = []
+        while len(tokens) < 4:
+            tokens += [token for output in served.engine_core.get_output().outputs for token in output.new_token_ids]
+        answers.append(tokens)
+    served.engine_core.abort_requests(["parts"])
+    return answers
+
+
+@pytest.mark.parametrize("cached", [True, False])
 def test_speculation_by_ngrams(cached: bool, llama: Converted) -> None:
     rows = [*ROWS, ROWS[1] * 4]
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

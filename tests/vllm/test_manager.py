@@ -61,7 +61,7 @@ class Streaming(Full):
         return [*range(min(self.spec.sink, window)), *range(window, query + 1)]
 
     def check(self, blocks: list[int], past: int, prompt: int, chunk: int) -> None:
-        assert sum(map(bool, blocks)) <= self.spec.max_admission_blocks_per_request(chunk, LIMIT)
+        assert len({*blocks} - {0}) <= self.spec.max_admission_blocks_per_request(chunk, LIMIT)
 
 
 class Chunked(Full):
@@ -284,6 +284,7 @@ class Traffic:
         If there are none, end a request that is not among the `others` of the step.
         """
         first = request.request_id not in self.tables
+        anew = first or self.draw.random() < 0.1  # the worker gets the whole table, as where a prompt grows
         if not first and self.draw.random() < 0.08:
             self.manager.free(request)
             request.num_computed_tokens = request.num_in_flight_tokens = 0
@@ -314,7 +315,7 @@ class Traffic:
         self.counts["hits"] += hits
         self.counts["steps"] += 1
         owned = [[*table] for table in self.manager.get_block_ids(request.request_id)]
-        if first:
+        if anew:
             self.tables[request.request_id] = [[*table] for table in owned]
         else:
             for table, further in zip(self.tables[request.request_id], blocks.get_block_ids(), strict=True):
@@ -383,8 +384,7 @@ class Traffic:
             block
             for request in self.running
             for table in self.manager.get_block_ids(request.request_id)
-            for block in table
-            if block
+            for block in {*table} - {0}
         )
         pool = self.manager.block_pool
         assert all(pool.blocks[block].ref_cnt == count for block, count in owners.items())
