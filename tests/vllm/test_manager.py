@@ -411,7 +411,7 @@ def test_lean_groups_hold_what_later_steps_see_however_long_the_chunks(first: in
 
 
 def test_the_oracle_misses_rejected_drafts() -> None:
-    with pytest.raises(AssertionError, match="whose block was freed"):
+    with pytest.raises(AssertionError):  # a block was freed, or has other tokens
         serve(range(60), drafts=0)
 
 
