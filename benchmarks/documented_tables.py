@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import (
     cache_quality,
     cpu_decode,
+    equal_bytes,
     generated_answers,
     gpu_tables,
     host_work,
@@ -49,6 +50,7 @@ PROFILES = ["gates", "minutes", "seed-1", "longer", "longer-seed-1"]  # in the o
 PROFILES += ["longer-400", "longer-400-seed-1", "longer-400-seed-2", "lm", "attention", "er", "r", "losses"]
 BY_LENGTH = tuple(f"which-heads-{length}" for length in (2048, 4096, 8000))
 HEADS = ("which-heads", "which-heads-answers", "which-heads-windows", *BY_LENGTH)
+EQUAL_BYTES = "equal-bytes", "equal-bytes-gemma3", "equal-bytes-qwen"
 TABLE = re.compile(r"<!-- table: (?P<name>.+) -->\n\n(?P<lines>(?:\|.*\n)+)")
 
 
@@ -121,6 +123,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         **{f"gpu, {section}": lambda lines=lines: lines for section, lines in gpu.items()},
         "recurrent": lambda: recurrent_report.recall_table(results("recurrent")["results"]),
         "cpu-decode": lambda: cpu_decode.table(results("cpu-decode")["rows"], 16384, 1),
+        "equal-bytes": lambda: equal_bytes.table([*map(results, EQUAL_BYTES)]),
         "profiles": profiles_agree,
     }
 

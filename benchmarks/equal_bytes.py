@@ -84,17 +84,31 @@ def in_dtype(scale: torch.Tensor, low: torch.Tensor, bits: int, dtype: torch.dty
     return scale.to(dtype).float(), low.to(dtype).float()
 
 
-def in_8_bits(scale: torch.Tensor, low: torch.Tensor, bits: int, dtype: torch.dtype) -> Scales:
-    """Scales and minima as a byte each stores them.
+def scale_in_8_bits(scale: torch.Tensor, low: torch.Tensor, bits: int, dtype: torch.dtype) -> Scales:
+    """Scales as floats of 5 bits of exponent and 3 of mantissa, rounded up, and minima in a model's dtype."""
+    scale = (scale.half().view(torch.int16) + 127 & ~127).view(torch.float16).float()
+    return scale, low.to(dtype).float()
 
-    A scale is a float of 5 bits of exponent and 3 of mantissa, rounded up. A minimum is a whole number of 32nds of the
-    range that the scale then gives; where 127 of them do not reach it, the scale is larger.
+
+def in_8_bits(scale: torch.Tensor, low: torch.Tensor, bits: int, dtype: torch.dtype) -> Scales:
+    """Scales in 8 bits, and minima as whole numbers of 32nds of the range that a scale gives, in 8 bits.
+
+    Where 127 of these do not reach a minimum, the scale is larger.
     """
     levels = 2**bits - 1
-    scale = torch.maximum(scale, low.abs() * (RANGE_STEPS / 127 / levels))
-    scale = (scale.half().view(torch.int16) + 127 & ~127).view(torch.float16).float()
+    scale, _ = scale_in_8_bits(torch.maximum(scale, low.abs() * (RANGE_STEPS / 127 / levels)), low, bits, dtype)
     unit = scale * (levels / RANGE_STEPS)
     return scale, (low / unit.where(unit > 0, 1)).round().clamp(-128, 127) * unit
+
+
+class Format(NamedTuple):
+    """How a scale and a minimum are stored: in how many bits together, and what becomes of them."""
+
+    bits: int
+    store: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], Scales]
+
+
+SIXTEEN, MIXED, EIGHT = Format(32, in_dtype), Format(24, scale_in_8_bits), Format(16, in_8_bits)
 
 
 @dataclass(frozen=True)
@@ -103,19 +117,15 @@ class Groups:
 
     tokens: int
     channels: int | None
-    scale_bits: int = DTYPE_BITS
+    format: Format = SIXTEEN
 
     def bits(self, head_dim: int) -> float:
         """Bits of scales and minima for a state."""
-        return 2 * self.scale_bits / (self.tokens * (self.channels or head_dim))
+        return self.format.bits / (self.tokens * (self.channels or head_dim))
 
     def of(self, states: torch.Tensor) -> torch.Tensor:
         """Tiles [..., TILE, head_dim] by group, [..., rows, tokens, columns, channels]."""
         return states.unflatten(-1, (-1, self.channels or states.shape[-1])).unflatten(-3, (-1, self.tokens))
-
-    def store(self, dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor, int], Scales]:
-        """How scales and minima are stored, of codes of some bits."""
-        return partial(in_8_bits if self.scale_bits == 8 else in_dtype, dtype=dtype)
 
 
 class Coding(NamedTuple):
@@ -302,7 +312,7 @@ class Cache:
         self, states: torch.Tensor, exact: torch.Tensor, groups: Groups, fit: Fit, covariance: torch.Tensor
     ) -> torch.Tensor:
         clip = Quantization(self.bits).clip if self.clip is None else self.clip
-        coding = Coding(self.bits, CLIPPED if clip else 1, groups.store(states.dtype))
+        coding = Coding(self.bits, CLIPPED if clip else 1, partial(groups.format.store, dtype=states.dtype))
         grouped = groups.of(states.float().unflatten(1, (-1, TILE)))
         grouped_exact = Groups(groups.tokens, 1).of(exact.unflatten(1, (-1, TILE)))
         return fit(grouped, grouped_exact, coding, covariance).reshape(states.shape).to(states.dtype)
@@ -313,10 +323,14 @@ def changes(bits: int) -> dict[str, Cache]:
     base = Cache(bits)
     return {
         BASE: base,
-        "8-bit scales": replace(base, keys=Groups(TILE, 1, 8), values=Groups(1, None, 8)),
-        "groups of 32, 8-bit scales": replace(base, keys=Groups(32, 1, 8), values=Groups(1, 32, 8)),
+        "8-bit scales": replace(base, keys=Groups(TILE, 1, EIGHT), values=Groups(1, None, EIGHT)),
+        "groups of 32, 8-bit scales": replace(base, keys=Groups(32, 1, EIGHT), values=Groups(1, 32, EIGHT)),
         "keys in groups of 64": replace(base, keys=Groups(64, 1)),
-        "keys in groups of 64, 8-bit scales": replace(base, keys=Groups(64, 1, 8)),
+        "keys in groups of 64, 8-bit scales": replace(base, keys=Groups(64, 1, EIGHT)),
+        "keys in groups of 64, 8-bit scales, 16-bit minima": replace(base, keys=Groups(64, 1, MIXED)),
+        "keys in groups of 64, all scales in 8 bits": replace(
+            base, keys=Groups(64, 1, EIGHT), values=Groups(1, None, EIGHT)
+        ),
         "16 sinks": replace(base, sinks=16),
         "32 sinks": replace(base, sinks=32),
         "4 smallest keys": replace(base, rank=by_key_norm),
@@ -329,9 +343,9 @@ def changes(bits: int) -> dict[str, Cache]:
     }
 
 
-def all_caches() -> dict[str, Cache]:
-    """The caches that are compared, by bits and name."""
-    caches = {f"{bits} {name}": cache for bits in WIDTHS for name, cache in changes(bits).items()}
+def compared(names: Sequence[str]) -> dict[str, Cache]:
+    """The caches with some changes and those without any, by bits and name."""
+    caches = {f"{bits} {name}": changes(bits)[name] for bits in WIDTHS for name in [BASE, *names]}
     return {f"5 {BASE}": Cache(5)} | caches
 
 
@@ -372,30 +386,39 @@ def ratios(report: Mapping[str, Any], name: str) -> tuple[float, int]:
     return fmean(ours for ours, _ in pairs) / fmean(base for _, base in pairs), sum(ours < base for ours, base in pairs)
 
 
-def table(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of Markdown: for models in turn, bits that are added and what the divergence is of that at equal bytes.
+def cell(report: Mapping[str, Any], name: str) -> str:
+    """How far a cache's divergence is from that of `kivi` at equal bytes, bold where it is lower in every passage."""
+    if name not in report["bits"]:
+        return "–"
+    ratio, lower = ratios(report, name)
+    change = f"{ratio - 1:+.0%}"
+    return f"**{change}**" if lower == len(report["windows"]) else change
 
-    Bold where it is lower in every passage of every model. In the row of `kivi`, bits a value and divergences.
+
+def table(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines of Markdown, for models in turn: added bits a value, and divergences beside `kivi` at equal bytes.
+
+    In the row of `kivi`, bits a value beyond the width, and divergences.
     """
     lines = [f"| change | bits a value | {' | '.join(f'{bits} bits' for bits in WIDTHS)} |"]
     lines.append("|---" * (2 + len(WIDTHS)) + "|")
-    added = [f"{report['bits'][f'2 {BASE}'] - 2:.2f}" for report in reports]
-    cells = [
-        " / ".join(
-            f"{fmean(window[f'{bits} {BASE}'] for window in report['windows'].values()):.4f}" for report in reports
-        )
+
+    def add_row(title: str, bits_cells: Sequence[str], *cells: Sequence[str]) -> None:
+        lines.append(f"| {title} | {' | '.join(' / '.join(each) for each in (bits_cells, *cells))} |")
+
+    divergences = [
+        [f"{fmean(window[f'{bits} {BASE}'] for window in report['windows'].values()):.4f}" for report in reports]
         for bits in WIDTHS
     ]
-    lines.append(f"| `{BASE}` | width + {' / '.join(added)} | {' | '.join(cells)} |")
-    for name in [*changes(WIDTHS[0])][1:]:
-        added = [f"{report['bits'][f'2 {name}'] - report['bits'][f'2 {BASE}']:+.2f}" for report in reports]
-        cells = []
-        for bits in WIDTHS:
-            found = [ratios(report, f"{bits} {name}") for report in reports]
-            cell = " / ".join(f"{ratio - 1:+.0%}" for ratio, _ in found)
-            always = all(lower == len(report["windows"]) for (_, lower), report in zip(found, reports, strict=True))
-            cells.append(f"**{cell}**" if always else cell)
-        lines.append(f"| {name} | {' / '.join(added)} | {' | '.join(cells)} |")
+    base_bits = [report["bits"][f"2 {BASE}"] for report in reports]
+    add_row(f"`{BASE}`", [f"+{bits - 2:.2f}" for bits in base_bits], *divergences)
+    for name in [*changes(2)][1:]:
+        changed_bits = [report["bits"].get(f"2 {name}") for report in reports]
+        added = [
+            "–" if changed is None else f"{changed - base:+.2f}"
+            for changed, base in zip(changed_bits, base_bits, strict=True)
+        ]
+        add_row(name, added, *([cell(report, f"{bits} {name}") for report in reports] for bits in WIDTHS))
     return lines
 
 
@@ -405,18 +428,20 @@ def main() -> None:
     parser.add_argument("calibration", type=Path, metavar="TEXT", help="UTF-8 text that queries are measured on")
     parser.add_argument("text", type=Path, metavar="TEXT", help="UTF-8 text that is read")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--passages", type=int, default=4, help="of the calibration text")
-    parser.add_argument("--windows", type=int, default=4, help="of the text that is read")
+    parser.add_argument("--passages", type=int, default=2, help="of the calibration text")
+    parser.add_argument("--windows", type=int, default=3, help="of the text that is read")
+    parser.add_argument("--changes", nargs="+", default=[*changes(2)][1:], choices=[*changes(2)][1:], metavar="NAME")
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     measured = MeasuredModel.load(str(arguments.model), dtype=arguments.dtype, device="cpu")
-    caches = all_caches()
+    caches = compared(arguments.changes)
     report: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"windows": {}}
     report |= {"model": arguments.model.name, "calibration": arguments.calibration.name, "text": arguments.text.name}
     report |= {"dtype": arguments.dtype, "prompt": PROMPT, "new": NEW, "passages": arguments.passages}
-    report["bits"] = {name: cache.bits_a_value(measured.dimensions.head_dim) for name, cache in caches.items()}
+    report.setdefault("bits", {})
+    report["bits"] |= {name: cache.bits_a_value(measured.dimensions.head_dim) for name, cache in caches.items()}
     passages = windows(arguments.calibration, measured.tokenizer, PROMPT, arguments.passages).values()
     read_passages = [read(measured, passage).covariances for passage in passages]
     covariances = {

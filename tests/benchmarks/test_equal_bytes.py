@@ -90,6 +90,8 @@ def test_bytes_of_the_changes() -> None:
         "groups of 32, 8-bit scales": 16 / 64 / 2,
         "keys in groups of 64": 32 / 128 / 2,
         "keys in groups of 64, 8-bit scales": 0,
+        "keys in groups of 64, 8-bit scales, 16-bit minima": (24 / 64 - 32 / 128) / 2,
+        "keys in groups of 64, all scales in 8 bits": -16 / 64 / 2,
         **dict.fromkeys(FITS, 0),
     }
     for name, added in expected.items():
@@ -195,3 +197,13 @@ def test_divergences_at_equal_bytes() -> None:
     )
     assert equal_bytes.ratios(report, "2 other") == (pytest.approx(1.0), 1)
     assert equal_bytes.ratios(report, "3 less") == (pytest.approx(1.0), 1)
+
+
+def test_a_cell_is_bold_where_every_passage_is_lower() -> None:
+    base = {"5 kivi": 0.001, "4 kivi": 0.01, "3 kivi": 0.1, "2 kivi": 0.4}
+    report = {
+        "bits": {"5 kivi": 5.5, "4 kivi": 4.5, "3 kivi": 3.5, "2 kivi": 2.5, "2 always": 2.5, "2 once": 2.5},
+        "windows": {"0": {**base, "2 always": 0.3, "2 once": 0.1}, "1": {**base, "2 always": 0.39, "2 once": 0.5}},
+    }
+    cells = [equal_bytes.cell(report, f"2 {name}") for name in ("always", "once", "unmeasured")]
+    assert cells == ["**-14%**", "-25%", "–"]
