@@ -412,7 +412,8 @@ def table(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     base_bits = [report["bits"][f"2 {BASE}"] for report in reports]
     add_row(f"`{BASE}`", [f"+{bits - 2:.2f}" for bits in base_bits], *divergences)
-    for name in [*changes(2)][1:]:
+    measured = {name for report in reports for name in report["bits"]}
+    for name in [name for name in changes(2) if name != BASE and f"2 {name}" in measured]:
         changed_bits = [report["bits"].get(f"2 {name}") for report in reports]
         added = [
             "–" if changed is None else f"{changed - base:+.2f}"

@@ -1,4 +1,4 @@
-"""What the benchmark of caches at equal bytes simulates: bytes, and what each cache gives back."""
+"""Caches at equal bytes: their bytes, what the simulation of each gives back, and what the page says of the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks import equal_bytes
-from benchmarks.equal_bytes import BASE, WIDTHS, Cache, Groups, changes
+from benchmarks.documented_tables import EQUAL_BYTES, results
+from benchmarks.equal_bytes import BASE, WIDTHS, Cache, Groups, changes, ratios
 from kvsurgery.measure.cache_trial import stored_states
 from kvsurgery.measure.query_rounding import query_factors
 from kvsurgery.templates.kv_layout import TILE, Quantization
@@ -195,8 +196,8 @@ def test_divergences_at_equal_bytes() -> None:
     assert [equal_bytes.at_equal_bytes(report, window, bits) for bits in (2.5, 3.0, 4.0, 4.75)] == pytest.approx(
         [0.4, 0.2, 10**-1.5, 10**-2.25]
     )
-    assert equal_bytes.ratios(report, "2 other") == (pytest.approx(1.0), 1)
-    assert equal_bytes.ratios(report, "3 less") == (pytest.approx(1.0), 1)
+    assert ratios(report, "2 other") == (pytest.approx(1.0), 1)
+    assert ratios(report, "3 less") == (pytest.approx(1.0), 1)
 
 
 def test_a_cell_is_bold_where_every_passage_is_lower() -> None:
@@ -207,3 +208,30 @@ def test_a_cell_is_bold_where_every_passage_is_lower() -> None:
     }
     cells = [equal_bytes.cell(report, f"2 {name}") for name in ("always", "once", "unmeasured")]
     assert cells == ["**-14%**", "-25%", "–"]
+
+
+def test_the_documented_findings() -> None:
+    """What docs/quantized-caches.md says of SmolLM2 and of Gemma 3 270M."""
+    smollm2, gemma = map(results, EQUAL_BYTES)
+    assert all(len(report["windows"]) == 3 for report in (smollm2, gemma))
+
+    def differences(name: str, *widths: int) -> list[float]:
+        """In percent, of both models at each width."""
+        return [100 * (ratios(report, f"{bits} {name}")[0] - 1) for report in (smollm2, gemma) for bits in widths]
+
+    groups_of_64 = "keys in groups of 64, 8-bit scales"
+    assert all(report["bits"][f"2 {groups_of_64}"] == report["bits"]["2 kivi"] for report in (smollm2, gemma))
+    lower = differences(groups_of_64, 3, 2)
+    assert (round(min(lower)), round(max(lower))) == (-31, -21)
+    assert max(differences(groups_of_64, 4)) > 0
+    assert max(differences("keys rounded by the queries", *WIDTHS)) < 0
+    assert min(differences("16 sinks", *WIDTHS) + differences("32 sinks", *WIDTHS)) > 0
+    for name in ("key ranges by the queries", "key ranges and codes by the queries"):
+        assert ratios(smollm2, f"4 {name}")[0] > 1
+    for bits in WIDTHS:
+        assert ratios(smollm2, f"{bits} 4 smallest keys")[0] > 1
+        assert ratios(gemma, f"{bits} 4 smallest keys")[0] > 2
+        assert ratios(smollm2, f"{bits} 4 tokens of most attention")[1] == 3
+        assert ratios(gemma, f"{bits} 4 tokens of most attention")[0] > 0.95
+    for name in ("regression from the full range", "regression from the best range"):
+        assert min(differences(name, *WIDTHS)) < 0 < max(differences(name, *WIDTHS))
