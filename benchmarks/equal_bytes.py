@@ -18,7 +18,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -133,7 +132,12 @@ class Coding(NamedTuple):
 
     bits: int
     ranges: int
-    store: Callable[[torch.Tensor, torch.Tensor, int], Scales]
+    format: Format
+    dtype: torch.dtype
+
+    def store(self, scale: torch.Tensor, low: torch.Tensor) -> Scales:
+        """Scales and minima as they are stored."""
+        return self.format.store(scale, low, self.bits, self.dtype)
 
     def all_ranges(self, grouped: torch.Tensor, exact: torch.Tensor) -> Scales:
         """Scales and minima [ranges, ...] of all ranges of states but those that are `exact`."""
@@ -142,7 +146,7 @@ class Coding(NamedTuple):
         fractions = torch.arange(20, 20 - self.ranges, -1.0).view(-1, *[1] * low.dim()) / 20
         spans = (high - low) * fractions
         starts = ((low + high) * 0.5 - spans * 0.5).where(fractions < 1, low)
-        return self.store(spans / (2**self.bits - 1), starts, self.bits)
+        return self.store(spans / (2**self.bits - 1), starts)
 
     def best_range(self, grouped: torch.Tensor, exact: torch.Tensor) -> Scales:
         """Scale and minimum of each group: of its ranges, the one with the least squared error."""
@@ -176,7 +180,7 @@ def regressed(grouped: torch.Tensor, exact: torch.Tensor, coding: Coding, covari
         square = deviations.square().sum((-3, -1), keepdim=True)
         slope = (deviations * (grouped - mean)).sum((-3, -1), keepdim=True) / square.where(square > 0, 1)
         scale = slope.where(square > 0, scale)
-        scale, low = coding.store(scale, mean - scale * mean_code, coding.bits)
+        scale, low = coding.store(scale, mean - scale * mean_code)
     return coding.coded(grouped, scale, low)
 
 
@@ -312,7 +316,7 @@ class Cache:
         self, states: torch.Tensor, exact: torch.Tensor, groups: Groups, fit: Fit, covariance: torch.Tensor
     ) -> torch.Tensor:
         clip = Quantization(self.bits).clip if self.clip is None else self.clip
-        coding = Coding(self.bits, CLIPPED if clip else 1, partial(groups.format.store, dtype=states.dtype))
+        coding = Coding(self.bits, CLIPPED if clip else 1, groups.format, states.dtype)
         grouped = groups.of(states.float().unflatten(1, (-1, TILE)))
         grouped_exact = Groups(groups.tokens, 1).of(exact.unflatten(1, (-1, TILE)))
         return fit(grouped, grouped_exact, coding, covariance).reshape(states.shape).to(states.dtype)
