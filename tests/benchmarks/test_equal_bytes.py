@@ -224,6 +224,8 @@ def test_the_documented_findings() -> None:
     lower = differences(groups_of_64, 3, 2)
     assert (round(min(lower)), round(max(lower))) == (-31, -21)
     assert max(differences(groups_of_64, 4)) > 0
+    lower = differences("keys in groups of 64, all scales in 8 bits", 3, 2)
+    assert (round(min(lower)), round(max(lower))) == (-38, -25)
     assert max(differences("keys rounded by the queries", *WIDTHS)) < 0
     assert min(differences("16 sinks", *WIDTHS) + differences("32 sinks", *WIDTHS)) > 0
     for name in ("key ranges by the queries", "key ranges and codes by the queries"):
