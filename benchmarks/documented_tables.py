@@ -93,7 +93,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         layer_bits.table: ("layer-bits",),
         long_answers.table: ("long-answers", "long-text", "held-answers", "held-answers-bundled"),
         memory_budgets.table: ("memory-budgets", "memory-budgets-gemma3"),
-        query_rounding.table: ("query-rounding",),
+        query_rounding.table: ("query-rounding", "query-rounding-gemma3", "query-rounding-qwen"),
         quantized_cache.table: ("quantized-cache-1024", "quantized-cache-4096", "quantized-cache-bundled"),
         repository.table: ("repository",),
         running_balances.table: ("running-balances",),

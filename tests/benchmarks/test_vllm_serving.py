@@ -43,8 +43,12 @@ def test_conversions_have_the_bits_and_budgets_that_are_asked_for(tmp_path: Path
 
 def test_what_the_docs_say_of_quantized_caches_and_budgets() -> None:
     report = json.loads((ROOT / "benchmarks" / "results" / "vllm-serving-codes.json").read_text())
-    ratios = report["ratios"]
-    assert round(ratios["100% full, 4 bits"]["concurrency"], 1) == 2.0
-    throughput = [f"{ratios[name]['requests_per_cpu_second']:.2f}" for name in ("100% full, 4 bits", "budgets of 512")]
-    concurrency = [f"{ratios[name]['concurrency']:.1f}" for name in ("50% full, 4 bits", "budgets of 512")]
-    assert {*throughput, *concurrency} <= figures("docs/vllm.md", "requests run at once")
+    ratios, results = report["ratios"], report["results"]
+    codes, streaming, budgets = "100% full, 4 bits", "50% full, 4 bits", "budgets of 512"
+    assert round(ratios[codes]["concurrency"], 1) == 2.0
+    throughput = [f"{ratios[name]['requests_per_cpu_second']:.2f}" for name in (codes, budgets, f"{budgets}, 4 bits")]
+    concurrency = [f"{ratios[name]['concurrency']:.1f}" for name in (streaming, budgets)]
+    most = [str(results[name]["most_running"]) for name in (codes, streaming)]
+    assert {*throughput, *concurrency, *most} <= figures("docs/vllm.md", "requests run at once")
+    assert all(results[name]["preemptions"] > results["original"]["preemptions"] for name in (codes, streaming))
+    assert str(report["load"]["requests"]) in figures("docs/vllm.md", "In another run")
