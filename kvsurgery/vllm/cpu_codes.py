@@ -21,7 +21,7 @@ from kvsurgery.vllm.rows import InputTokens, NewTokens, Places
 from kvsurgery.vllm.tiles import TiledPiece, TiledPlan, plan
 
 SCORES = 1 << 23  # scores of queries over tiles that are computed at a time
-ROOM = 1 << 19  # elements that codes are decoded to at a time
+ROOM = 1 << 21  # elements that codes are decoded to at a time
 PAGES = 1 << 24  # bytes of pages that are gathered at a time
 UNPACKED = 32  # new tokens of a request for which tiles are unpacked first
 STATES = 1 << 21  # elements of keys and values that are unpacked at a time
