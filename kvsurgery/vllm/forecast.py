@@ -161,7 +161,7 @@ def servable_layout(config: Any) -> KVLayout:
                 f"vLLM serves {architecture} with a KV cache of the original's size, as the plugin has not been tested "
                 "with it; use transformers with trust_remote_code=True"
             )
-    _check_sizes(layout)
+    _check_windows(layout)
     if any(layer.budgets for layer in layout.layers):
         _check_budgets(layout)
         if is_stateful(config):
@@ -176,14 +176,11 @@ def servable_layout(config: Any) -> KVLayout:
     return layout
 
 
-def _check_sizes(layout: KVLayout) -> None:
-    """Raise ValueError where layers keep different tokens: vLLM frees the same ones in all of them."""
+def _check_windows(layout: KVLayout) -> None:
+    """Raise ValueError where streaming heads keep different tokens: vLLM frees the same ones in all layers."""
     windows = {(layer.sink, layer.recent) for layer in layout.layers if layer.streaming and not layer.native}
-    stored = [layer.quantization for layer in layout.layers if layer.quantized_heads and layer.quantization]
-    unquantized = {(quantization.sink, quantization.residual) for quantization in stored}
-    for names, sizes in (("`sink` and `recent`", windows), ("`sink` and `residual` of quantized caches", unquantized)):
-        if len(sizes) > 1:
-            raise ValueError(f"vLLM needs the same {names} in all layers of config.json; {ELSEWHERE}")
+    if len(windows) > 1:
+        raise ValueError(f"vLLM needs the same `sink` and `recent` in all layers of config.json; {ELSEWHERE}")
 
 
 def _check_budgets(layout: KVLayout) -> None:

@@ -112,11 +112,3 @@ def test_layers_whose_windows_differ_are_refused(size: str) -> None:
         servable_layout(config(layers))
     native = {"blocks": [[0, 4]], "sink": 0, "recent": 512, "native": True}
     assert servable_layout(config([*LAYERS, native])).layers[2].recent == 512
-
-
-@pytest.mark.parametrize("size", ["sink", "residual"])
-def test_layers_whose_unquantized_tokens_differ_are_refused(size: str) -> None:
-    quantization = asdict(Quantization(4))
-    assert servable_layout(config(quantization=quantization)).layers[1].quantization == Quantization(4)
-    with pytest.raises(ValueError, match="VLLM_PLUGINS"):
-        servable_layout(config(quantization={**quantization, size: [quantization[size], quantization[size] + 1]}))
