@@ -50,7 +50,7 @@ PROFILES = ["gates", "minutes", "seed-1", "longer", "longer-seed-1"]  # in the o
 PROFILES += ["longer-400", "longer-400-seed-1", "longer-400-seed-2", "lm", "attention", "er", "r", "losses"]
 BY_LENGTH = tuple(f"which-heads-{length}" for length in (2048, 4096, 8000))
 HEADS = ("which-heads", "which-heads-answers", "which-heads-windows", *BY_LENGTH)
-EQUAL_BYTES = "equal-bytes", "equal-bytes-gemma3"
+EQUAL_BYTES = "equal-bytes", "equal-bytes-gemma3", "equal-bytes-qwen"
 TABLE = re.compile(r"<!-- table: (?P<name>.+) -->\n\n(?P<lines>(?:\|.*\n)+)")
 
 

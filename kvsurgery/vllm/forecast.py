@@ -12,7 +12,7 @@ from kvsurgery.heads.lengths import lengths_of
 from kvsurgery.templates.kv_layout import KVLayout, has_states, setting, text_config
 from kvsurgery.vllm.architectures import ARCHITECTURES
 from kvsurgery.vllm.budgeted import BudgetedGroups, groups_of
-from kvsurgery.vllm.groups import Groups
+from kvsurgery.vllm.groups import Groups, window_sizes
 from kvsurgery.vllm.quantized import holds_codes, kernels_read
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU
@@ -161,7 +161,8 @@ def servable_layout(config: Any) -> KVLayout:
                 f"vLLM serves {architecture} with a KV cache of the original's size, as the plugin has not been tested "
                 "with it; use transformers with trust_remote_code=True"
             )
-    _check_windows(layout)
+    if len(window_sizes(layout)) > 1:
+        raise ValueError(f"vLLM needs the same `sink` and `recent` in all layers of config.json; {ELSEWHERE}")
     if any(layer.budgets for layer in layout.layers):
         _check_budgets(layout)
         if is_stateful(config):
@@ -174,13 +175,6 @@ def servable_layout(config: Any) -> KVLayout:
             f"{' and '.join(names)} from {KEY} of the original, or use transformers with trust_remote_code=True"
         )
     return layout
-
-
-def _check_windows(layout: KVLayout) -> None:
-    """Raise ValueError where streaming heads keep different tokens: vLLM frees the same ones in all layers."""
-    windows = {(layer.sink, layer.recent) for layer in layout.layers if layer.streaming and not layer.native}
-    if len(windows) > 1:
-        raise ValueError(f"vLLM needs the same `sink` and `recent` in all layers of config.json; {ELSEWHERE}")
 
 
 def _check_budgets(layout: KVLayout) -> None:

@@ -247,8 +247,8 @@ class Groups:
         are in tiles.
         """
         layers = self.layout.layers
-        streaming = next((layer for layer in layers if layer.streaming and not layer.native), LayerLayout((), 0, 1))
-        sink, recent = streaming.sink, self.window(streaming.recent)
+        sink, recent = next(iter(window_sizes(self.layout)), (0, 1))
+        recent = self.window(recent)
         tiled = [self.quantized and layer.quantized_window for layer in layers]
         older = [self._tile_bytes(layer) * layer.streaming for layer in layers]
         newest_sink, residual = (
@@ -377,6 +377,11 @@ class Groups:
     def sequence_bytes(self, tokens: int) -> int:
         """Bytes of the blocks that a sequence holds."""
         return self.blocks(tokens) * self.block_bytes
+
+
+def window_sizes(layout: KVLayout) -> set[tuple[int, int]]:
+    """The sinks and window of streaming heads, in tokens; vLLM can serve those that are the same in all layers."""
+    return {(layer.sink, layer.recent) for layer in layout.layers if layer.streaming and not layer.native}
 
 
 def skipped_tokens(computed: int, sink: int, recent: int, stride: int = 1) -> int:

@@ -211,12 +211,12 @@ def test_a_cell_is_bold_where_every_passage_is_lower() -> None:
 
 
 def test_the_documented_findings() -> None:
-    """What docs/quantized-caches.md says of SmolLM2 and of Gemma 3 270M."""
-    smollm2, gemma = map(results, EQUAL_BYTES)
-    assert all(len(report["windows"]) == 3 for report in (smollm2, gemma))
+    """What docs/quantized-caches.md says of SmolLM2, Gemma 3 270M and Qwen2.5-Coder-1.5B."""
+    smollm2, gemma, qwen = map(results, EQUAL_BYTES)
+    assert all(len(report["windows"]) == 3 for report in (smollm2, gemma, qwen))
 
     def differences(name: str, *widths: int) -> list[float]:
-        """In percent, of both models at each width."""
+        """In percent, of SmolLM2 and Gemma at each width."""
         return [100 * (ratios(report, f"{bits} {name}")[0] - 1) for report in (smollm2, gemma) for bits in widths]
 
     groups_of_64 = "keys in groups of 64, 8-bit scales"
@@ -226,7 +226,13 @@ def test_the_documented_findings() -> None:
     assert max(differences(groups_of_64, 4)) > 0
     lower = differences("keys in groups of 64, all scales in 8 bits", 3, 2)
     assert (round(min(lower)), round(max(lower))) == (-38, -25)
-    assert max(differences("keys rounded by the queries", *WIDTHS)) < 0
+    assert [round(100 * (ratios(qwen, f"{bits} {groups_of_64}")[0] - 1)) for bits in (3, 2)] == [156, 63]
+    assert ratios(qwen, f"2 {groups_of_64}, 16-bit minima")[0] > 1
+    assert all(
+        ratios(report, f"{bits} keys rounded by the queries")[0] < 1
+        for report in (smollm2, gemma, qwen)
+        for bits in WIDTHS
+    )
     assert min(differences("16 sinks", *WIDTHS) + differences("32 sinks", *WIDTHS)) > 0
     for name in ("key ranges by the queries", "key ranges and codes by the queries"):
         assert ratios(smollm2, f"4 {name}")[0] > 1
