@@ -103,7 +103,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         tasks.table: ("real-model-tasks", "real-model-tasks-4096"),
         vllm_serving.table: (
             *(f"vllm-serving{sizes}" for sizes in ("", "-codes", "-1024-768", "-768-896", "-512-1024")),
-            *(f"vllm-equal-load-{tokens}" for tokens in (100, 1000)),
+            *(f"vllm-equal-load-{load}" for load in (100, 1000, "codes")),
         ),
     }
     gpu = gpu_tables.tables(results("gpu-nvidia-h100-80gb-hbm3"))

@@ -52,3 +52,11 @@ def test_what_the_docs_say_of_quantized_caches_and_budgets() -> None:
     assert {*throughput, *concurrency, *most} <= figures("docs/vllm.md", "requests run at once")
     assert all(results[name]["preemptions"] > results["original"]["preemptions"] for name in (codes, streaming))
     assert str(report["load"]["requests"]) in figures("docs/vllm.md", "In another run")
+
+
+def test_what_the_docs_say_of_codes_at_equal_load() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "vllm-equal-load-codes.json").read_text())
+    assert all(result["preemptions"] == 0 for result in report["results"].values())
+    names = ("100% full, 4 bits", "50% full, 4 bits")
+    shown = {f"{report['ratios'][name]['requests_per_cpu_second']:.2f}" for name in names}
+    assert shown <= figures("docs/vllm.md", "So codes save memory")
