@@ -240,8 +240,8 @@ def _attend_to_unpacked(
     for request, row in enumerate(blocks):
         tiles = from_page(pages.index_select(0, row).transpose(0, 1), size, states.dtype, quantization)
         at_once = max(1, STATES // (2 * size * allowed.shape[2]))
-        for heads in torch.arange(len(tiles.key_codes)).split(at_once):
-            some = slice(int(heads[0]), int(heads[-1]) + 1)
+        for head in range(0, query.shape[1], at_once):
+            some = slice(head, head + at_once)
             older = dequantize(tiles.map(lambda part: part[some]), quantization.widths)  # noqa: B023
             keys, values = (
                 torch.cat((part, tile_part.flatten(1, 2)), 1)[:, None].expand(-1, query.shape[2], -1, -1)

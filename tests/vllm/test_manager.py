@@ -376,7 +376,7 @@ class Traffic:
                     place = table[key // size], key % size
                     assert table[key // size], f"token {query} sees token {key}, whose block was freed"
                     assert place not in foreign, "another group gets the block too early"
-                    assert self.held.get(place) == (index, known[key])
+                    assert self.held.get(place) == (index, known[key]), f"the block of token {key} has other tokens"
 
     def check_owners(self) -> None:
         """Every block has as many owners as the pool counts, and those without one are free."""
@@ -411,7 +411,7 @@ def test_lean_groups_hold_what_later_steps_see_however_long_the_chunks(first: in
 
 
 def test_the_oracle_misses_rejected_drafts() -> None:
-    with pytest.raises(AssertionError):  # a block was freed, or has other tokens
+    with pytest.raises(AssertionError, match=r"whose block was freed|has other tokens"):
         serve(range(60), drafts=0)
 
 
