@@ -1,0 +1,143 @@
+"""The loop in C over the codes of tiles, beside attention in float64 to what the codes stand for."""
+
+import platform
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsurgery.templates import kv_cpu
+from kvsurgery.templates.kv_codes import dequantize, quantize
+from kvsurgery.templates.kv_cpu import codes_loop
+from kvsurgery.templates.kv_layout import TILE, Quantization
+
+SETS = {
+    "x86_64": {"512": "", "256": " -mno-avx512f", "128": " -mno-avx2 -mno-avx512f"},
+}.get(platform.machine(), {"own": ""})
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+
+
+@pytest.fixture(params=[*SETS.values()], ids=[*SETS])
+def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile for processors with vectors of this width."""
+    codes_loop.cache_clear()
+    monkeypatch.setattr(kv_cpu, "FLAGS", kv_cpu.FLAGS + request.param)
+    yield
+    codes_loop.cache_clear()
+
+
+def expected(query, keys, values, seen, scale, softcap):
+    """Attention in float64 over keys that are seen [..., queries, keys], and its log-sum-exp."""
+    scores = query.double() @ keys.double().mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=-1e30)[..., None]).exp()
+    return weights @ values.double(), lse
+
+
+def check(quantization, head_dim, dtype, softcap, shape, ranges, threads, seed):
+    """Compare the loop with `expected`: tiles lie in any order, and some of the other tokens are hidden."""
+    requests, heads, group, new, others, tiles = shape
+    generator = torch.Generator().manual_seed(seed)
+    rooms = requests * tiles + 2
+    states = torch.randn(2, rooms, heads, TILE, head_dim, generator=generator).to(dtype)
+    packed = quantize(*states, quantization)
+    places = torch.randperm(rooms, generator=generator)[: requests * tiles].view(requests, tiles)
+    other_states = torch.randn(requests, heads, others, 2 * head_dim, generator=generator).to(dtype)
+    other_keys, other_values = other_states.split(head_dim, -1)
+    query = torch.randn(requests, heads, group * new, head_dim, generator=generator).to(dtype) * 2
+    hidden = torch.rand(requests, new, others, generator=generator) < 0.4
+    ends = [sorted(pair) for pair in ranges]
+    seen = torch.tensor([ends[i % len(ends)] for i in range(requests * new)]).view(requests, new, 2) % (
+        tiles * TILE + 1
+    )
+    place = torch.arange(tiles * TILE)
+    sees = torch.cat([~hidden, (place >= seen[..., :1]) & (place < seen[..., 1:])], 2)
+    sees = sees[:, None, None].expand(-1, heads, group, -1, -1).flatten(2, 3)
+    scale = 0.7 * head_dim**-0.5
+    float_tiles = packed.map(lambda part: part if part.dtype == torch.uint8 else part.double())
+    older = (part[places].transpose(1, 2).flatten(2, 3) for part in dequantize(float_tiles, quantization.widths))
+    keys, values = (
+        torch.cat([own.double(), part], 2) for own, part in zip((other_keys, other_values), older, strict=True)
+    )
+    exact, exact_lse = expected(query, keys, values, sees, scale, softcap)
+
+    loop = codes_loop(quantization, head_dim, dtype, scale, softcap)
+    assert loop is not None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, lse = loop(query, (other_keys, other_values), hidden, packed, places, seen)
+    finally:
+        torch.set_num_threads(before)
+    assert found.dtype == lse.dtype == torch.float32
+    sees_any = sees.any(-1)
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(lse.double()[sees_any], exact_lse[sees_any], rtol=2e-5, atol=2e-5)
+    assert (lse[~sees_any] < -1e29).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("quantization", "head_dim", "dtype", "softcap"),
+    [
+        (Quantization(4), 64, torch.float32, None),
+        (Quantization(3), 64, torch.bfloat16, 5.0),
+        (Quantization("k3v2", group_size=32), 80, torch.float16, None),
+        (Quantization("k8v3", group_size=16), 96, torch.float32, None),
+        (Quantization(2, "per-token"), 128, torch.bfloat16, None),
+        (Quantization("k3v4", "per-token", group_size=16), 112, torch.float32, None),
+        (Quantization(8, "per-token"), 24, torch.float16, None),
+    ],
+    ids=lambda part: str(getattr(part, "bits", part)),
+)
+def test_every_width_scheme_and_dtype_is_attended_to_exactly(flags, quantization, head_dim, dtype, softcap):
+    spans = [(100, 384), (0, 384), (128, 129), (17, 200), (5, 5)]
+    check(quantization, head_dim, dtype, softcap, (2, 3, 2, 3, 150, 3), spans, 1, 0)
+
+
+@needs_compiler
+@given(
+    shape=st.tuples(
+        st.integers(1, 3),
+        st.integers(1, 3),
+        st.integers(1, 4),
+        st.integers(1, 4),
+        st.integers(0, 300),
+        st.integers(1, 6),
+    ),
+    ranges=st.lists(st.tuples(*[st.integers(0, 6 * TILE)] * 2), min_size=1, max_size=4),
+    threads=st.sampled_from([1, 2, 7]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=60)
+def test_any_numbers_of_tokens_and_threads_are_attended_to_exactly(shape, ranges, threads, seed):
+    check(Quantization(3), 40, torch.bfloat16, None, shape, ranges, threads, seed)
+
+
+def test_without_a_compiler_there_is_no_loop_but_one_warning(monkeypatch, caplog):
+    codes_loop.cache_clear()
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    for _ in range(2):
+        assert codes_loop(Quantization(4), 64, torch.float32, 0.125, None) is None
+    (record,) = caplog.records
+    assert "/no/such/compiler" in record.getMessage()
+    codes_loop.cache_clear()
+
+
+@needs_compiler
+def test_what_the_compiler_refuses_is_no_loop(monkeypatch):
+    codes_loop.cache_clear()
+    monkeypatch.setattr(kv_cpu, "FLAGS", "--no-such-flag")
+    assert codes_loop(Quantization(4), 64, torch.float32, 0.125, None) is None
+    codes_loop.cache_clear()
+
+
+def test_states_and_groups_that_the_loop_does_not_know_have_none():
+    assert codes_loop(Quantization(4), 64, torch.float64, 0.125, None) is None
+    assert codes_loop(Quantization(4, group_size=8), 64, torch.float32, 0.125, None) is None
