@@ -27,6 +27,7 @@ FLAGS = "-O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -sh
 SOURCE = r"""
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -277,20 +278,22 @@ void attend(
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t item = 0; item < splits * requests * heads; item++) {
         int64_t head = item % heads, request = item / heads % requests, split = item / heads / requests;
-        float queries[3][count][SIZE] __attribute__((aligned(64))), numbers[3][count], bias[new_tokens][TILE];
-        float weights[count][TILE] __attribute__((aligned(64))), states[LANES][SIZE] __attribute__((aligned(64)));
-        struct reading r = {
-            .count = count, .new_tokens = new_tokens, .states = states, .bias = bias, .weights = *weights,
-            .query = *queries[0], .scaled = *queries[1], .output = *queries[2],
-            .added = numbers[0], .highest = numbers[1], .total = numbers[2],
-        };
-        memset(queries, 0, sizeof queries);
-        memset(states, 0, sizeof states);
+        size_t floats_needed = count * (3 * SIZE + TILE + 3) + LANES * SIZE + new_tokens * TILE;
+        float *room = aligned_alloc(64, (floats_needed * sizeof(float) + 63) / 64 * 64);
+        struct reading r = {.count = count, .new_tokens = new_tokens, .query = room};
+        r.scaled = r.query + count * SIZE;
+        r.output = r.scaled + count * SIZE;
+        r.weights = r.output + count * SIZE;
+        r.states = (float (*)[SIZE])(r.weights + count * TILE);
+        r.bias = (float (*)[TILE])(r.states + LANES);
+        r.added = *(r.bias + new_tokens);
+        r.highest = r.added + count;
+        r.total = r.highest + count;
+        memset(room, 0, floats_needed * sizeof(float));
         for (int64_t n = 0; n < count; n++) {
             const float *source = query + (item % (requests * heads) * count + n) * HEAD_DIM;
-            memcpy(queries[0][n], source, HEAD_DIM * sizeof(float));
+            memcpy(r.query + n * SIZE, source, HEAD_DIM * sizeof(float));
             r.highest[n] = LOWEST;
-            r.total[n] = 0;
         }
         struct tokens tokens = {.key_stride = strides[0][2], .value_stride = strides[1][2]};
         for (int64_t first = 0; split == 0 && first < others; first += TILE) {
@@ -299,7 +302,7 @@ void attend(
             tokens.values = values + request * strides[1][0] + head * strides[1][1] + first * strides[1][2];
             for (int64_t n = 0; n < new_tokens; n++) {
                 const uint8_t *hides = hidden + (request * new_tokens + n) * others + first;
-                for (int t = 0; t < TILE; t++) bias[n][t] = t >= end || hides[t] ? LOWEST : 0;
+                for (int t = 0; t < TILE; t++) r.bias[n][t] = t >= end || hides[t] ? LOWEST : 0;
             }
             read_tokens(&r, &tokens, 0, 0, end);
         }
@@ -310,7 +313,7 @@ void attend(
                 int64_t begin = sees[0] - tile * TILE, stop = sees[1] - tile * TILE;
                 begin = begin < 0 ? 0 : begin;
                 stop = stop > TILE ? TILE : stop;
-                for (int t = 0; t < TILE; t++) bias[n][t] = t < begin || t >= stop ? LOWEST : 0;
+                for (int t = 0; t < TILE; t++) r.bias[n][t] = t < begin || t >= stop ? LOWEST : 0;
                 from = begin < stop && begin < from ? begin : from;
                 end = begin < stop && stop > end ? stop : end;
             }
@@ -330,8 +333,9 @@ void attend(
             int any = r.total[n] > 0;
             lse[item * count + n] = any ? r.highest[n] + logf(r.total[n]) : LOWEST;
             for (int d = 0; d < HEAD_DIM; d++)
-                output[(item * count + n) * HEAD_DIM + d] = any ? queries[2][n][d] / r.total[n] : 0;
+                output[(item * count + n) * HEAD_DIM + d] = any ? r.output[n * SIZE + d] / r.total[n] : 0;
         }
+        free(room);
     }
 }
 """

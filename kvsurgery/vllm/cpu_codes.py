@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from kvsurgery.templates.kv_codes import dequantize, key_products, quantize, rotated, weighted_values
+from kvsurgery.templates.kv_cpu import CodesLoop, codes_loop
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_softmax import LOWEST, Scoring, merge
 from kvsurgery.vllm.cpu import GatheringBackend
@@ -177,15 +179,37 @@ class CodesImpl(CPUAttentionBackendImpl):
         quantization, heads, size = layer.quantization, self.num_kv_heads, self.head_size
         scoring = Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks)
         pages = kv_cache[:, :, 0]
+        loop = codes_loop(quantization, size, layer.newest.kv_cache.dtype, self.scale, scoring.softcap)
         for piece, keys, blocks in zip(step.plan.pieces, newest.pieces, step.pieces, strict=True):
             queries = query[piece.batch].view(-1, piece.new, heads, self.num_queries_per_kv, size)
             queries = queries.permute(0, 2, 3, 1, 4)
             unpacked = keys.read(layer.newest.kv_cache, states)
-            few = piece.new < UNPACKED or scoring.explicit
-            attend = _attend_to_codes if few else _attend_to_unpacked
+            few = piece.new < UNPACKED
+            if loop is not None and few:
+                attend = partial(_attend_by_loop, loop)
+            else:
+                attend = _attend_to_codes if few or scoring.explicit else _attend_to_unpacked
             attended = attend(queries, unpacked, pages, blocks, piece, quantization, scoring)
             attended = attended.transpose(1, 2).reshape(len(piece.batch), -1, size)
             output[piece.batch] = self._rotated_back(quantization, attended).to(output.dtype)
+
+
+def _attend_by_loop(
+    loop: CodesLoop,
+    query: torch.Tensor,
+    states: torch.Tensor,
+    pages: torch.Tensor,
+    blocks: torch.Tensor,
+    piece: TiledPiece,
+    quantization: Quantization,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """As `_attend_to_codes`, by a compiled loop with this scoring."""
+    size = query.shape[4]
+    tiles = from_page(pages, size, states.dtype, quantization)
+    output, lse = loop(query.flatten(2, 3), states.split(size, -1), piece.hidden[:, 0, 0], tiles, blocks, piece.seen)
+    by_query_head = len(blocks), -1, piece.new
+    return scoring.sunk(output.view(*by_query_head, size), lse.view(by_query_head))
 
 
 def _attend_to_codes(

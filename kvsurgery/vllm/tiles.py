@@ -121,6 +121,13 @@ class TiledPiece:
         in_tiles = in_tiles.expand(*in_tiles.shape[:3], TILE).flatten(2)
         return ~torch.cat((self.hidden[:, 0, 0], in_tiles), 2)
 
+    @cached_property
+    def seen(self) -> torch.Tensor:
+        """The first token that a query sees of those in its request's `tiles`, and the end: [requests, new, 2]."""
+        begin = self.tiling.left(self.positions[:, :1]) * TILE
+        oldest = self.positions + 1 - self.tiling.recent - self.tiling.sink
+        return torch.stack(((oldest - begin).clamp(min=0), self.counts * TILE - begin), -1)
+
     def hidden_in(self, span: slice) -> torch.Tensor:
         """Mask of tokens that a query does not see, for columns of tiles: [requests, 1, 1, new, tiles, TILE or 1]."""
         columns = torch.arange(self.tiles.shape[1])[span]
