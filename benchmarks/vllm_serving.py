@@ -39,7 +39,7 @@ from kvsurgery.vllm.budgeted import groups_of
 from kvsurgery.vllm.quantized import holds_codes
 
 BLOCK = 32  # tokens; the CPU's kernels take multiples
-ITEMSIZE = 4  # float32
+ITEMSIZES = {"float32": 4, "bfloat16": 2}
 ORIGINAL = "original"
 SLICE = 10.0  # seconds that an engine works while the others wait
 
@@ -55,6 +55,7 @@ class Load:
     budget: int
     chunk: int
     vocabulary: int
+    dtype: str
     seed: int = 0
 
 
@@ -78,13 +79,14 @@ class Result:
     latency: tuple[float, float]
 
 
-def block_bytes(config: dict[str, Any]) -> int:
+def block_bytes(config: dict[str, Any], dtype: str) -> int:
     """Bytes of a block of vLLM's pool for a config, converted or not."""
+    itemsize = ITEMSIZES[dtype]
     if "kv_surgery" in config:
         layout = KVLayout.from_config(config)
-        return groups_of(layout, BLOCK, ITEMSIZE, holds_codes(layout)).block_bytes
+        return groups_of(layout, BLOCK, itemsize, holds_codes(layout)).block_bytes
     model = Model.of(config).dimensions
-    return model.layers * model.kv_heads * BLOCK * 2 * model.head_dim * ITEMSIZE
+    return model.layers * model.kv_heads * BLOCK * 2 * model.head_dim * itemsize
 
 
 def serve(folder: Path, load: Load, pipe: Connection) -> None:
@@ -95,10 +97,10 @@ def serve(folder: Path, load: Load, pipe: Connection) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
-    block = block_bytes(read_config(folder))
+    block = block_bytes(read_config(folder), load.dtype)
     llm = LLM(
         str(folder),
-        dtype="float32",
+        dtype=load.dtype,
         enforce_eager=True,
         max_model_len=load.prompt + load.new,
         max_num_seqs=load.at_once,
@@ -225,9 +227,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Medians of the times that every model served the load, and ratios to the original."""
     config = read_config(options.source)
     length = options.prompt + options.new
-    budget = options.sequences * -(-length // BLOCK) * block_bytes(config)
+    budget = options.sequences * -(-length // BLOCK) * block_bytes(config, options.dtype)
     load = Load(
-        options.requests, options.prompt, options.new, options.at_once, budget, options.chunk, config["vocab_size"]
+        options.requests,
+        options.prompt,
+        options.new,
+        options.at_once,
+        budget,
+        options.chunk,
+        config["vocab_size"],
+        options.dtype,
     )
     with tempfile.TemporaryDirectory() as out:
         folders = conversions(options.source, Path(out), options)
@@ -298,6 +307,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a step")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--dtype", choices=[*ITEMSIZES], default="float32")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     report = measure(options)

@@ -19,6 +19,7 @@ import torch
 
 from .kv_codes import Tiles
 from .kv_layout import TILE, Quantization
+from .kv_softmax import Scoring
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ SOURCE = r"""
 #endif
 #define VECTORS ((HEAD_DIM + LANES - 1) / LANES)  // of a token
 #define SIZE ((VECTORS + 1) * LANES)  // floats of a token: the last store of its codes may reach over
+#define PER_CHANNEL (KEY_ROWS < TILE)  // scales of keys
 #define LOWEST -1.0e30f  // below all scores
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -47,11 +49,21 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 
 static inline float number(STATE x) {
-#ifdef BFLOAT16
+#if BFLOAT16
     uint32_t bits = (uint32_t)x << 16;
     float y;
     memcpy(&y, &bits, sizeof y);
     return y;
+#else
+    return x;
+#endif
+}
+
+static inline STATE stored(float x) {
+#if BFLOAT16
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, halves to the even one
 #else
     return x;
 #endif
@@ -132,6 +144,7 @@ static inline void unpack(const uint8_t *tile, int token, int bits, float *codes
 // queries of a KV head, and their attention to the tokens that have been read
 struct reading {
     int64_t count, new_tokens;  // queries; new tokens, one after the other for each query head
+    float scale, softcap;  // of scores; a cap of 0 is none
     float *query, *scaled, *output;  // [count][SIZE]
     float *added, *highest, *total;  // [count], what minima add to products, highest score, sum of weights
     float *weights;  // [count][TILE]
@@ -147,6 +160,15 @@ struct tokens {
     int64_t key_stride, value_stride;
 };
 
+static inline void find_tile(
+    struct tokens *tokens, const uint8_t *const *parts, const int64_t (*strides)[2], int64_t place, int64_t head
+) {
+    tokens->key_codes = parts[0] + place * strides[0][0] + head * strides[0][1];
+    tokens->key_scales = (const STATE *)(parts[1] + place * strides[1][0] + head * strides[1][1]);
+    tokens->value_codes = parts[2] + place * strides[2][0] + head * strides[2][1];
+    tokens->value_scales = (const STATE *)(parts[3] + place * strides[3][0] + head * strides[3][1]);
+}
+
 static inline void scale_query(struct reading *r, const STATE *scales, const STATE *lows) {
     for (int64_t n = 0; n < r->count; n++) {
         float added = 0;
@@ -161,14 +183,14 @@ static inline void scale_query(struct reading *r, const STATE *scales, const STA
 
 // tokens t, t + 1, ... of a tile whose scales are for the channels of one token
 static inline void dequantize(
-    struct reading *r, const uint8_t *codes, const STATE *scales, int columns, int bits, int t
+    float (*states)[SIZE], const uint8_t *codes, const STATE *scales, int columns, int bits, int t
 ) {
     int size = HEAD_DIM / columns;
     for (int i = 0; i < LANES; i++) {
-        unpack(codes, t + i, bits, r->states[i]);
+        unpack(codes, t + i, bits, states[i]);
         for (int c = 0; c < columns; c++) {
             float scale = number(scales[(t + i) * columns + c]), low = number(scales[(TILE + t + i) * columns + c]);
-            for (int d = c * size; d < (c + 1) * size; d++) r->states[i][d] = r->states[i][d] * scale + low;
+            for (int d = c * size; d < (c + 1) * size; d++) states[i][d] = states[i][d] * scale + low;
         }
     }
 }
@@ -176,6 +198,11 @@ static inline void dequantize(
 static inline void load(struct reading *r, const STATE *states, int64_t stride, int t, int end) {
     for (int i = 0; i < LANES && t + i < end; i++)
         for (int d = 0; d < HEAD_DIM; d++) r->states[i][d] = number(states[(t + i) * stride + d]);
+}
+
+static inline void save(STATE *to, float (*states)[SIZE]) {
+    for (int i = 0; i < LANES; i++)
+        for (int d = 0; d < HEAD_DIM; d++) to[i * HEAD_DIM + d] = stored(states[i][d]);
 }
 
 // products of queries and the keys of tokens t, t + 1, ...
@@ -198,10 +225,8 @@ static inline void weigh(struct reading *r, int from, int end) {
         float *weights = r->weights + n * TILE, highest = r->highest[n], total = 0;
         const float *bias = r->bias[n % r->new_tokens];
         for (int t = from; t < end; t++) {
-            float score = weights[t] * (float)SCALE;
-#ifdef SOFTCAP
-            score = (float)SOFTCAP * tanhf(score / (float)SOFTCAP);
-#endif
+            float score = weights[t] * r->scale;
+            if (r->softcap) score = r->softcap * tanhf(score / r->softcap);
             weights[t] = score + bias[t];
         }
 #pragma omp simd reduction(max : highest)
@@ -232,7 +257,7 @@ static inline void accumulate(struct reading *r, int t) {
 
 // tokens from..end, `from` a multiple of LANES
 static inline void read_tokens(struct reading *r, const struct tokens *tokens, int packed, int from, int end) {
-    const int per_channel = packed && KEY_ROWS < TILE;
+    const int per_channel = packed && PER_CHANNEL;
     if (!per_channel) {
         memcpy(r->scaled, r->query, r->count * SIZE * sizeof(float));
         memset(r->added, 0, r->count * sizeof(float));
@@ -245,7 +270,7 @@ static inline void read_tokens(struct reading *r, const struct tokens *tokens, i
             }
             for (int i = 0; i < LANES; i++) unpack(tokens->key_codes, t + i, KEY_BITS, r->states[i]);
         } else if (packed)
-            dequantize(r, tokens->key_codes, tokens->key_scales, KEY_COLUMNS, KEY_BITS, t);
+            dequantize(r->states, tokens->key_codes, tokens->key_scales, KEY_COLUMNS, KEY_BITS, t);
         else
             load(r, tokens->keys, tokens->key_stride, t, end);
         multiply(r, t);
@@ -253,7 +278,7 @@ static inline void read_tokens(struct reading *r, const struct tokens *tokens, i
     weigh(r, from, (end + LANES - 1) / LANES * LANES);
     for (int t = from; t < end; t += LANES) {
         if (packed)
-            dequantize(r, tokens->value_codes, tokens->value_scales, VALUE_COLUMNS, VALUE_BITS, t);
+            dequantize(r->states, tokens->value_codes, tokens->value_scales, VALUE_COLUMNS, VALUE_BITS, t);
         else
             load(r, tokens->values, tokens->value_stride, t, end);
         accumulate(r, t);
@@ -273,14 +298,15 @@ void attend(
     float *output,  // [splits][requests][heads][count][HEAD_DIM]
     float *lse,  // [splits][requests][heads][count], log-sum-exp of the scores
     int64_t requests, int64_t heads, int64_t count, int64_t new_tokens, int64_t others, int64_t tiles, int64_t splits,
-    int threads
+    float scale, float softcap, int threads
 ) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t item = 0; item < splits * requests * heads; item++) {
         int64_t head = item % heads, request = item / heads % requests, split = item / heads / requests;
         size_t floats_needed = count * (3 * SIZE + TILE + 3) + LANES * SIZE + new_tokens * TILE;
         float *room = aligned_alloc(64, (floats_needed * sizeof(float) + 63) / 64 * 64);
-        struct reading r = {.count = count, .new_tokens = new_tokens, .query = room};
+        struct reading r = {.count = count, .new_tokens = new_tokens, .scale = scale, .softcap = softcap};
+        r.query = room;
         r.scaled = r.query + count * SIZE;
         r.output = r.scaled + count * SIZE;
         r.weights = r.output + count * SIZE;
@@ -318,15 +344,7 @@ void attend(
                 end = begin < stop && stop > end ? stop : end;
             }
             if (from >= end) continue;
-            const uint8_t *at[4];
-            for (int part = 0; part < 4; part++) {
-                const int64_t *steps = part_strides[part];
-                at[part] = parts[part] + places[request * tiles + tile] * steps[0] + head * steps[1];
-            }
-            tokens.key_codes = at[0];
-            tokens.key_scales = (const STATE *)at[1];
-            tokens.value_codes = at[2];
-            tokens.value_scales = (const STATE *)at[3];
+            find_tile(&tokens, parts, part_strides, places[request * tiles + tile], head);
             read_tokens(&r, &tokens, 1, from / LANES * LANES, end);
         }
         for (int64_t n = 0; n < count; n++) {
@@ -338,16 +356,63 @@ void attend(
         free(room);
     }
 }
+
+// tokens of tiles of one request, `stride` states from head to head
+void unpack_tiles(
+    const uint8_t *const *parts, const int64_t (*part_strides)[2], const int64_t *places, STATE *keys, STATE *values,
+    int64_t heads, int64_t tiles, int64_t stride, int threads
+) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t item = 0; item < heads * tiles; item++) {
+        int64_t head = item / tiles, tile = item % tiles, place = head * stride + tile * TILE * HEAD_DIM;
+        struct tokens tokens;
+        find_tile(&tokens, parts, part_strides, places[tile], head);
+        float states[LANES][SIZE], scales[HEAD_DIM], lows[HEAD_DIM];
+        for (int t = 0; t < TILE; t += LANES, place += LANES * HEAD_DIM) {
+            if (PER_CHANNEL) {
+                const STATE *row = tokens.key_scales + t / (TILE / KEY_ROWS) * HEAD_DIM;
+                for (int d = 0; d < HEAD_DIM; d++) {
+                    scales[d] = number(row[d]);
+                    lows[d] = number(row[KEY_ROWS * HEAD_DIM + d]);
+                }
+                for (int i = 0; i < LANES; i++) {
+                    unpack(tokens.key_codes, t + i, KEY_BITS, states[i]);
+                    for (int d = 0; d < HEAD_DIM; d++) states[i][d] = states[i][d] * scales[d] + lows[d];
+                }
+            } else
+                dequantize(states, tokens.key_codes, tokens.key_scales, KEY_COLUMNS, KEY_BITS, t);
+            save(keys + place, states);
+            dequantize(states, tokens.value_codes, tokens.value_scales, VALUE_COLUMNS, VALUE_BITS, t);
+            save(values + place, states);
+        }
+    }
+}
 """
 
 
 class CodesLoop:
-    """The compiled loop, for tiles of one kind in one dtype."""
+    """The compiled loop, for `Tiles` [places, heads, ...] of one kind and dtype; the parts of a tile are contiguous."""
 
     def __init__(self, library: ctypes.CDLL):
-        self.attend = library.attend
-        self.attend.argtypes = [ctypes.c_void_p] * 11 + [ctypes.c_int64] * 7 + [ctypes.c_int]
-        self.attend.restype = None
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self._attend, self._unpack = library.attend, library.unpack_tiles
+        self._attend.argtypes = [pointer] * 11 + [integer] * 7 + [ctypes.c_float] * 2 + [ctypes.c_int]
+        self._unpack.argtypes = [pointer] * 5 + [integer] * 3 + [ctypes.c_int]
+        self._attend.restype = self._unpack.restype = None
+
+    def unpack(self, tiles: Tiles, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the keys and values of some tiles.
+
+        Args:
+            places: of the tiles, int64 [n].
+            keys, values: [heads, n * TILE, head_dim], heads as far apart in both, and contiguous otherwise.
+        """
+        self._unpack(
+            *_located(tiles),
+            *(part.data_ptr() for part in (places, keys, values)),
+            *(len(keys), len(places), keys.stride(0)),
+            torch.get_num_threads(),
+        )
 
     def __call__(
         self,
@@ -357,14 +422,14 @@ class CodesLoop:
         tiles: Tiles,
         places: torch.Tensor,
         seen: torch.Tensor,
+        scoring: Scoring,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of queries to the tokens in tiles and to others, without gradients.
+        """Attention of queries to the tokens in tiles and to others, without gradients, dropout and attention sinks.
 
         Args:
             query: [requests, heads, group * new, head_dim], of `new` tokens each.
             states: keys and values of the others, [requests, heads, n, head_dim].
             hidden: which of the others the query of a new token does not see, bool [requests, new, n].
-            tiles: [places, heads, ...], the last axes contiguous.
             places: of each request's tiles, int64 [requests, tiles].
             seen: the first token in these tiles that the query of a new token sees, and the end: int64
                 [requests, new, 2].
@@ -379,16 +444,15 @@ class CodesLoop:
         query, hidden, places, seen = (part.contiguous() for part in inputs)
         output = query.new_empty(splits, requests, heads, count, head_dim)
         lse = query.new_empty(splits, requests, heads, count)
-        self.attend(
+        self._attend(
             query.data_ptr(),
             *(part.data_ptr() for part in states),
             (ctypes.c_int64 * 6)(*(stride for part in states for stride in part.stride()[:3])),
             hidden.data_ptr(),
-            (ctypes.c_void_p * 4)(*(part.data_ptr() for part in tiles)),
-            (ctypes.c_int64 * 8)(*(part.stride(axis) * part.itemsize for part in tiles for axis in (0, 1))),
+            *_located(tiles),
             *(part.data_ptr() for part in (places, seen, output, lse)),
             *(requests, heads, count, *hidden.shape[1:], places.shape[1], splits),
-            threads,
+            *(scoring.scale, scoring.softcap or 0, threads),
         )
         if splits == 1:
             return output[0], lse[0]
@@ -396,21 +460,22 @@ class CodesLoop:
         return (output * (lse - total).exp()[..., None]).sum(0), total
 
 
-@functools.cache
-def codes_loop(
-    quantization: Quantization, head_dim: int, dtype: torch.dtype, scale: float, softcap: float | None
-) -> CodesLoop | None:
-    """The loop for heads of this size whose states have this dtype; None, with a warning, where it cannot be compiled.
+def _located(tiles: Tiles) -> tuple[ctypes.Array, ctypes.Array]:
+    """Addresses of the parts of tiles, and bytes from place to place and from head to head."""
+    steps = (part.stride(axis) * part.itemsize for part in tiles for axis in (0, 1))
+    return (ctypes.c_void_p * 4)(*(part.data_ptr() for part in tiles)), (ctypes.c_int64 * 8)(*steps)
 
-    Args:
-        scale, softcap: of the scores, see `Scoring`.
-    """
+
+@functools.cache
+def codes_loop(quantization: Quantization, head_dim: int, dtype: torch.dtype) -> CodesLoop | None:
+    """The loop for heads of this size with states of this dtype; None, with a warning, where it cannot be compiled."""
     state = {torch.float32: "float", torch.float16: "_Float16", torch.bfloat16: "uint16_t"}.get(dtype)
     rows, columns = quantization.key_groups(head_dim)
     if state is None or (rows < TILE and TILE // rows % 16):  # tokens of a vector have one scale
         return None
     constants = {
         "STATE": state,
+        "BFLOAT16": int(dtype == torch.bfloat16),
         "TILE": TILE,
         "HEAD_DIM": head_dim,
         "KEY_BITS": quantization.widths.keys,
@@ -418,23 +483,24 @@ def codes_loop(
         "KEY_COLUMNS": columns,
         "VALUE_BITS": quantization.widths.values,
         "VALUE_COLUMNS": quantization.value_groups(head_dim)[1],
-        "SCALE": scale,
     }
-    if dtype == torch.bfloat16:
-        constants["BFLOAT16"] = 1
-    if softcap is not None:
-        constants["SOFTCAP"] = softcap
+    return _compiled(*(f"-D{name}={constant}" for name, constant in constants.items()))
+
+
+@functools.cache
+def _compiled(*constants: str) -> CodesLoop | None:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "codes.so")
-        command = [*shlex.split(os.environ.get("CC", "gcc")), *FLAGS.split(), "-x", "c", "-", "-o", str(library), "-lm"]
-        command += [f"-D{name}={constant}" for name, constant in constants.items()]
+        compiler = shlex.split(os.environ.get("CC", "gcc"))
+        command = [*compiler, *FLAGS.split(), *constants, "-x", "c", "-", "-o", str(library), "-lm"]
         try:
             subprocess.run(command, input=SOURCE, text=True, check=True, capture_output=True)
             return CodesLoop(ctypes.CDLL(str(library)))
         except (OSError, subprocess.CalledProcessError) as error:
+            reason = str(getattr(error, "stderr", None) or error).partition("\n")[0]
             logger.warning(
                 "quantized caches are read by PyTorch, which takes several times as long: no GCC compiles the loop for "
                 "this CPU (%s); install gcc, or name it in the environment variable CC",
-                error,
+                reason,
             )
             return None

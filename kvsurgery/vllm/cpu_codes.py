@@ -179,16 +179,17 @@ class CodesImpl(CPUAttentionBackendImpl):
         quantization, heads, size = layer.quantization, self.num_kv_heads, self.head_size
         scoring = Scoring(self.scale, self.logits_soft_cap or None, sinks=self.sinks)
         pages = kv_cache[:, :, 0]
-        loop = codes_loop(quantization, size, layer.newest.kv_cache.dtype, self.scale, scoring.softcap)
+        loop = codes_loop(quantization, size, layer.newest.kv_cache.dtype)
         for piece, keys, blocks in zip(step.plan.pieces, newest.pieces, step.pieces, strict=True):
             queries = query[piece.batch].view(-1, piece.new, heads, self.num_queries_per_kv, size)
             queries = queries.permute(0, 2, 3, 1, 4)
             unpacked = keys.read(layer.newest.kv_cache, states)
-            few = piece.new < UNPACKED
-            if loop is not None and few:
+            if piece.new >= UNPACKED and not scoring.explicit:
+                attend = partial(_attend_to_unpacked, loop)
+            elif loop is not None and piece.new < UNPACKED:
                 attend = partial(_attend_by_loop, loop)
             else:
-                attend = _attend_to_codes if few or scoring.explicit else _attend_to_unpacked
+                attend = _attend_to_codes
             attended = attend(queries, unpacked, pages, blocks, piece, quantization, scoring)
             attended = attended.transpose(1, 2).reshape(len(piece.batch), -1, size)
             output[piece.batch] = self._rotated_back(quantization, attended).to(output.dtype)
@@ -204,7 +205,7 @@ def _attend_by_loop(
     quantization: Quantization,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """As `_attend_to_codes`, by a compiled loop with this scoring."""
+    """As `_attend_to_codes`, by the compiled loop."""
     size = query.shape[4]
     tiles = from_page(pages, size, states.dtype, quantization)
     output, lse = loop(query.flatten(2, 3), states.split(size, -1), piece.hidden[:, 0, 0], tiles, blocks, piece.seen)
@@ -250,6 +251,7 @@ def _attend_to_codes(
 
 
 def _attend_to_unpacked(
+    loop: CodesLoop | None,
     query: torch.Tensor,
     states: torch.Tensor,
     pages: torch.Tensor,
@@ -260,17 +262,22 @@ def _attend_to_unpacked(
 ) -> torch.Tensor:
     """As `_attend_to_codes`, where many queries share the work of unpacking tiles; `scoring` is not explicit."""
     size, allowed = query.shape[4], piece.allowed
-    output = torch.empty_like(query)
+    output, others = torch.empty_like(query), states.shape[2]
     for request, row in enumerate(blocks):
-        tiles = from_page(pages.index_select(0, row).transpose(0, 1), size, states.dtype, quantization)
         at_once = max(1, STATES // (2 * size * allowed.shape[2]))
         for head in range(0, query.shape[1], at_once):
             some = slice(head, head + at_once)
-            older = dequantize(tiles.map(lambda part: part[some]), quantization.widths)  # noqa: B023
-            keys, values = (
-                torch.cat((part, tile_part.flatten(1, 2)), 1)[:, None].expand(-1, query.shape[2], -1, -1)
-                for part, tile_part in zip(states[request, some].split(size, -1), older, strict=True)
-            )
+            newest = states[request, some].unflatten(2, (2, size)).movedim(2, 0)
+            unpacked = newest.new_empty(*newest.shape[:2], allowed.shape[2], size)
+            unpacked[:, :, :others] = newest
+            older = unpacked[:, :, others:]
+            if loop is None:
+                tiles = from_page(pages[row, some].transpose(0, 1), size, states.dtype, quantization)
+                for part, tile_part in zip(older, dequantize(tiles, quantization.widths), strict=True):
+                    part.copy_(tile_part.flatten(1, 2))
+            else:
+                loop.unpack(from_page(pages[:, some], size, states.dtype, quantization), row, *older)
+            keys, values = unpacked[:, :, None].expand(-1, -1, query.shape[2], -1, -1)
             output[request, some] = scaled_dot_product_attention(
                 query[request, some], keys, values, allowed[request], scale=scoring.scale
             )

@@ -13,6 +13,7 @@ from kvsurgery.templates import kv_cpu
 from kvsurgery.templates.kv_codes import dequantize, quantize
 from kvsurgery.templates.kv_cpu import codes_loop
 from kvsurgery.templates.kv_layout import TILE, Quantization
+from kvsurgery.templates.kv_softmax import Scoring
 
 SETS = {
     "x86_64": {"512": "", "256": " -mno-avx512f", "128": " -mno-avx2 -mno-avx512f"},
@@ -20,13 +21,19 @@ SETS = {
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 
+def forget() -> None:
+    """Compile anew."""
+    kv_cpu.codes_loop.cache_clear()
+    kv_cpu._compiled.cache_clear()
+
+
 @pytest.fixture(params=[*SETS.values()], ids=[*SETS])
 def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile for processors with vectors of this width."""
-    codes_loop.cache_clear()
+    forget()
     monkeypatch.setattr(kv_cpu, "FLAGS", kv_cpu.FLAGS + request.param)
     yield
-    codes_loop.cache_clear()
+    forget()
 
 
 def expected(query, keys, values, seen, scale, softcap):
@@ -46,6 +53,7 @@ def check(quantization, head_dim, dtype, softcap, shape, ranges, threads, seed):
     generator = torch.Generator().manual_seed(seed)
     rooms = requests * tiles + 2
     states = torch.randn(2, rooms, heads, TILE, head_dim, generator=generator).to(dtype)
+    largest_state = states.abs().max().item()
     packed = quantize(*states, quantization)
     places = torch.randperm(rooms, generator=generator)[: requests * tiles].view(requests, tiles)
     other_states = torch.randn(requests, heads, others, 2 * head_dim, generator=generator).to(dtype)
@@ -61,21 +69,27 @@ def check(quantization, head_dim, dtype, softcap, shape, ranges, threads, seed):
     sees = sees[:, None, None].expand(-1, heads, group, -1, -1).flatten(2, 3)
     scale = 0.7 * head_dim**-0.5
     float_tiles = packed.map(lambda part: part if part.dtype == torch.uint8 else part.double())
-    older = (part[places].transpose(1, 2).flatten(2, 3) for part in dequantize(float_tiles, quantization.widths))
+    older_states = (part[places].transpose(1, 2).flatten(2, 3) for part in dequantize(float_tiles, quantization.widths))
     keys, values = (
-        torch.cat([own.double(), part], 2) for own, part in zip((other_keys, other_values), older, strict=True)
+        torch.cat([own.double(), part], 2) for own, part in zip((other_keys, other_values), older_states, strict=True)
     )
     exact, exact_lse = expected(query, keys, values, sees, scale, softcap)
 
-    loop = codes_loop(quantization, head_dim, dtype, scale, softcap)
+    loop = codes_loop(quantization, head_dim, dtype)
     assert loop is not None
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found, lse = loop(query, (other_keys, other_values), hidden, packed, places, seen)
+        found, lse = loop(query, (other_keys, other_values), hidden, packed, places, seen, Scoring(scale, softcap))
     finally:
         torch.set_num_threads(before)
     assert found.dtype == lse.dtype == torch.float32
+    whole = torch.full((2, heads, others + tiles * TILE, head_dim), float("nan"), dtype=dtype)
+    loop.unpack(packed, places[0], *whole[:, :, others:])
+    for part, older in zip(whole, dequantize(packed, quantization.widths), strict=True):
+        assert part[:, :others].isnan().all()
+        wanted = older[places[0]].transpose(0, 1).flatten(1, 2)
+        torch.testing.assert_close(part[:, others:], wanted, rtol=0, atol=2 * torch.finfo(dtype).eps * largest_state)
     sees_any = sees.any(-1)
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse.double()[sees_any], exact_lse[sees_any], rtol=2e-5, atol=2e-5)
@@ -121,23 +135,23 @@ def test_any_numbers_of_tokens_and_threads_are_attended_to_exactly(shape, ranges
 
 
 def test_without_a_compiler_there_is_no_loop_but_one_warning(monkeypatch, caplog):
-    codes_loop.cache_clear()
+    forget()
     monkeypatch.setenv("CC", "/no/such/compiler")
     for _ in range(2):
-        assert codes_loop(Quantization(4), 64, torch.float32, 0.125, None) is None
+        assert codes_loop(Quantization(4), 64, torch.float32) is None
     (record,) = caplog.records
     assert "/no/such/compiler" in record.getMessage()
-    codes_loop.cache_clear()
+    forget()
 
 
 @needs_compiler
 def test_what_the_compiler_refuses_is_no_loop(monkeypatch):
-    codes_loop.cache_clear()
+    forget()
     monkeypatch.setattr(kv_cpu, "FLAGS", "--no-such-flag")
-    assert codes_loop(Quantization(4), 64, torch.float32, 0.125, None) is None
-    codes_loop.cache_clear()
+    assert codes_loop(Quantization(4), 64, torch.float32) is None
+    forget()
 
 
 def test_states_and_groups_that_the_loop_does_not_know_have_none():
-    assert codes_loop(Quantization(4), 64, torch.float64, 0.125, None) is None
-    assert codes_loop(Quantization(4, group_size=8), 64, torch.float32, 0.125, None) is None
+    assert codes_loop(Quantization(4), 64, torch.float64) is None
+    assert codes_loop(Quantization(4, group_size=8), 64, torch.float32) is None
