@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from kvsurgery.vllm.budgeted_cpu import BudgetedBuilder, BudgetedImpl
 from kvsurgery.vllm.budgeted_selection import Reading, SelectingTilesImpl
 from kvsurgery.vllm.cpu import GatheringBackend
-from kvsurgery.vllm.cpu_codes import CodesImpl, CodesStep, NewestStep
+from kvsurgery.vllm.cpu_codes import CodesImpl, CodesStep, NewestStep, compile_loops
 from kvsurgery.vllm.pages import rotated_query, stored_form
 from kvsurgery.vllm.rows import NewTokens, Places
 from kvsurgery.vllm.tiles import TiledPlan, Tiling, due_tiles, pieces_of
@@ -122,6 +122,7 @@ class BudgetedCodesBuilder(AttentionMetadataBuilder[BudgetedCodesStep]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        compile_loops(layer_names, vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> BudgetedCodesStep:
         """The block table of a step; what is read from it depends on a head's budget."""

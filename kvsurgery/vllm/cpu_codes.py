@@ -102,6 +102,10 @@ class NewestBuilder(TiledBuilder):
 class CodesBuilder(TiledBuilder):
     """Finds the pages of the tiles."""
 
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        compile_loops(layer_names, vllm_config)
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CodesStep:
         """Translate the plan of a batch to pages of this cache group."""
         steps = self.plan_of(common_attn_metadata)
@@ -109,6 +113,13 @@ class CodesBuilder(TiledBuilder):
         block = self.tiling.block
         due = table[steps.due.rows, block(steps.due.tiles)].flatten()
         return CodesStep(steps, due, [table[piece.rows, block(piece.tiles)] for piece in steps.pieces])
+
+
+def compile_loops(layer_names: list[str], vllm_config: Any) -> None:
+    """Compile what attends to the tiles of these layers, so that no request waits for it."""
+    for name in layer_names:
+        layer = vllm_config.compilation_config.static_forward_context[name]
+        codes_loop(layer.quantization, layer.head_size, layer.newest.kv_cache_torch_dtype)
 
 
 class CodesImpl(CPUAttentionBackendImpl):
@@ -208,7 +219,9 @@ def _attend_by_loop(
     """As `_attend_to_codes`, by the compiled loop."""
     size = query.shape[4]
     tiles = from_page(pages, size, states.dtype, quantization)
-    output, lse = loop(query.flatten(2, 3), states.split(size, -1), piece.hidden[:, 0, 0], tiles, blocks, piece.seen)
+    output, lse = loop(
+        query.flatten(2, 3), states.split(size, -1), piece.hidden[:, 0, 0], tiles, blocks, piece.seen, scoring
+    )
     by_query_head = len(blocks), -1, piece.new
     return scoring.sunk(output.view(*by_query_head, size), lse.view(by_query_head))
 
@@ -261,14 +274,14 @@ def _attend_to_unpacked(
     scoring: Scoring,
 ) -> torch.Tensor:
     """As `_attend_to_codes`, where many queries share the work of unpacking tiles; `scoring` is not explicit."""
-    size, allowed = query.shape[4], piece.allowed
+    size, bias = query.shape[4], piece.bias
     output, others = torch.empty_like(query), states.shape[2]
     for request, row in enumerate(blocks):
-        at_once = max(1, STATES // (2 * size * allowed.shape[2]))
+        at_once = max(1, STATES // (2 * size * bias.shape[2]))
         for head in range(0, query.shape[1], at_once):
             some = slice(head, head + at_once)
             newest = states[request, some].unflatten(2, (2, size)).movedim(2, 0)
-            unpacked = newest.new_empty(*newest.shape[:2], allowed.shape[2], size)
+            unpacked = newest.new_empty(*newest.shape[:2], bias.shape[2], size)
             unpacked[:, :, :others] = newest
             older = unpacked[:, :, others:]
             if loop is None:
@@ -279,7 +292,7 @@ def _attend_to_unpacked(
                 loop.unpack(from_page(pages[:, some], size, states.dtype, quantization), row, *older)
             keys, values = unpacked[:, :, None].expand(-1, -1, query.shape[2], -1, -1)
             output[request, some] = scaled_dot_product_attention(
-                query[request, some], keys, values, allowed[request], scale=scoring.scale
+                query[request, some], keys, values, bias[request], scale=scoring.scale
             )
     return output.flatten(1, 2)
 

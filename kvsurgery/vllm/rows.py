@@ -7,6 +7,7 @@ inputs, and stores them last: the slots that they get may hold tokens which the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -59,8 +60,8 @@ class Places:
             found = stored.index_select(0, self._rows_in(cache)).view(*self.slots.shape, cache.shape[3])
         if self.inputs is not None:
             assert states is not None  # no layer shares a lean cache
-            rows, columns, tokens = self.inputs
-            found[rows, :, columns] = states[tokens]
+            copies, originals = self._input_rows
+            found.view(-1, found.shape[3]).index_copy_(0, copies, states.flatten(0, 1).index_select(0, originals))
         return found
 
     def store(self, cache: torch.Tensor, states: torch.Tensor) -> None:
@@ -69,6 +70,15 @@ class Places:
             cache.flatten(1, 2)[self.blocks, self.slots] = states.view(*self.slots.shape, cache.shape[3])
         else:
             stored.index_copy_(0, self._rows_in(cache), states.view(-1, cache.shape[3]))
+
+    @cached_property
+    def _input_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of what is read that come from the inputs, and their rows there, head by head."""
+        assert self.inputs is not None
+        _, heads, count = self.slots.shape
+        rows, columns, tokens = (part[:, None] for part in self.inputs)
+        head = torch.arange(heads)
+        return ((rows * heads + head) * count + columns).flatten(), (tokens * heads + head).flatten()
 
     def _rows_in(self, cache: torch.Tensor) -> torch.Tensor:
         """Their rows in `rows_of` a layer's cache: [requests * heads * tokens]."""

@@ -78,6 +78,7 @@ def heads_of(case: Case) -> list[Any]:
         layer.layer_name, layer.tiles = f"head{number}", tiles[:, number]
         layer.newest = SimpleNamespace(**vars(layer))
         layer.newest.layer_name, layer.newest.kv_cache = f"newest{number}", newest[:, number]
+        layer.newest.kv_cache_torch_dtype = newest.dtype
         heads.append(layer)
     return heads
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from kvsurgery.templates import kv_cpu
 from kvsurgery.vllm.budgeted_codes import BudgetedCodes
 from kvsurgery.vllm.codes import CodesAttention
 from kvsurgery.vllm.groups import Groups
@@ -134,6 +135,17 @@ def test_tokens_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> Non
         assert codes(llm)
         assert_equal(generate(llm, SHORT, NEW), reference(checkpoint.model, SHORT, NEW), TOLERANCE)
         assert_equal(generate(llm, [long], 30), [reference_by_token(checkpoint.model, long, 30)], TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["streaming-2", "windows-8"])
+def test_tokens_are_the_same_without_a_compiler(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain PyTorch attends to codes then."""
+    monkeypatch.setattr(kv_cpu, "_compiled", lambda *_: None)
+    kv_cpu.codes_loop.cache_clear()
+    checkpoint = converted("llama", tmp_path, **CACHES[kind])
+    with engine(checkpoint.folder, max_num_batched_tokens=96) as llm:
+        assert_equal(generate(llm, SHORT, NEW), reference(checkpoint.model, SHORT, NEW), TOLERANCE)
+    kv_cpu.codes_loop.cache_clear()
 
 
 # what lies in vLLM's own dtype beside codes, by the family that has it
