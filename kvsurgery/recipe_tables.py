@@ -223,7 +223,8 @@ class Code:
 
     Attributes:
         quantized: emit the code of quantized caches even without `cache.bits`, so that callers can ask for one.
-        kernels: emit the Triton kernels; without them everything runs in plain torch.
+        kernels: emit the Triton kernels, and for quantized caches the loop in C; without them everything runs in plain
+            torch.
         ignore_model_code: convert a model with modeling code of its own as the stock model of its `model_type`.
     """
 

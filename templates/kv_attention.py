@@ -306,9 +306,7 @@ def _with_cache(
 ) -> tuple[torch.Tensor, Read]:
     """Store the input and attend from it, kind by kind."""
     layer.make_room(query.shape[2])
-    # where windows are in tiles, a token in plain torch attends as several do
-    is_step = query.shape[2] == 1 and layer.ready and not needs_grad
-    if is_step and (path.KERNELS or not layer.layout.quantized_window):
+    if query.shape[2] == 1 and layer.ready and not needs_grad:
         output = path.decode(query, key, value, layer, scoring)
         return output, lambda query, scoring: path.decode_stored(query, layer, scoring)
     storage, forward = layer.storage, Forward(layer.seen, path, needs_grad, layer.shared)

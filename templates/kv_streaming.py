@@ -32,7 +32,7 @@ class StreamingHeads(Heads):
         """Store columns, to attend from them."""
         group, layout, past, path = self.group, self.layout, forward.past, forward.path
         stop, skipped = past + key.shape[2], group.skipped
-        if key.shape[2] == 1 and not forward.snapshot and not group.tiled:
+        if key.shape[2] == 1 and not forward.snapshot:
             group.store(past, key, value)
             return lambda query, scoring: group.newest(query, stop, layout, scoring)
         window = group.window(past, min(layout.recent - 1, past)) if past else None

@@ -1,8 +1,9 @@
 """Heads whose older tokens lie in quantized tiles, each written once."""
 
 import copy
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,11 @@ from .kv_codes import (
 )
 from .kv_columns import Rows, on_device
 from .kv_heads import HeadGroup, block_elements
-from .kv_layout import EVERY, NEAREST, TILE, KVLayout, LayerLayout, Quantization, Widths
+from .kv_layout import EVERY, NEAREST, TILE, KVLayout, LayerLayout, Quantization, Widths, in_window
 from .kv_softmax import AttentionPath, Read, Scoring, Span, folded, merge
 from .kv_storage import HeadTable, Storage
+
+LOOP_QUERIES = 256  # of a KV head that a thread of the loop in C has on its stack; 256 channels of each take 1 MB
 
 
 class QuantizedGroup(HeadGroup):
@@ -157,37 +160,59 @@ class QuantizedGroup(HeadGroup):
     def newest(self, query: torch.Tensor, seen: int, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
         if not max(self.packed):
             return super().newest(query, seen, layout, scoring)
-        # over slots and the tiles' codes, in float32: nothing is dequantized
         slots = self.used(seen)
+        states = self.keys.narrow(2, 0, slots), self.values.narrow(2, 0, slots)
+        visible = self.visible(seen, slots, layout.chunked)
+        folded_query = folded(query, self.keys, None)[0]
+        loop = self.loop(query, scoring)
+        if loop is None:
+            output, lse = self._in_torch(folded_query, states, visible, scoring)
+        else:
+            output, lse = loop(folded_query, states, visible.hidden, self.rooms(), visible.places, visible.seen)
+        return scoring.sunk(output.view(query.shape), lse.view(query.shape[:3])).to(query.dtype)
+
+    def loop(self, query: torch.Tensor, scoring: Scoring) -> Any:
+        """The loop in C that attends to codes, `kv_cpu.CodesLoop`; None where PyTorch does."""
+        codes_loop, wants_grad = _codes_loop(), query.requires_grad and torch.is_grad_enabled()
+        if codes_loop is None or not query.is_cpu or wants_grad or scoring.dropout:
+            return None
+        return codes_loop(self.quantization, query.shape[3], self.keys.dtype, scoring.scale, scoring.softcap)
+
+    def _in_torch(
+        self, query: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor], visible: "Visible", scoring: Scoring
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention to slots and the tiles' codes, in float32 or wider: nothing is dequantized.
+
+        Args:
+            query: [batch, heads, group, head_dim].
+            states: keys and values of slots, [batch, heads, slots, head_dim].
+
+        Returns:
+            [batch, heads, group, head_dim], and the log-sum-exp of the scores of each query.
+        """
+        keys, values = states
+        slots = keys.shape[2]
         tiles = self.packed_tiles()
         widths = self.quantization.widths
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        folded_query = folded(query, self.keys, None)[0].to(dtype)
+        query = query.to(torch.promote_types(query.dtype, torch.float32))
         batch, heads, count = tiles.key_codes.shape[:3]
-        room = folded_query.new_empty(
-            batch * heads * min(count, self.tiles_at_once(batch)) * TILE * folded_query.shape[3]
-        )
-        slot_products = folded_query @ self.keys[:, :, :slots].to(dtype).mT
-        products = [slot_products, key_products(folded_query, tiles, widths.keys, room)]
-        scores = scoring.scores(torch.cat(products, 3))
-        for rows, spans in self.unseen(seen, slots, count * TILE):
-            for begin, end in spans:
-                scores[rows, :, :, begin:end] = float("-inf")
-        weights = F.dropout(scores.softmax(3), scoring.dropout)
-        output = weights[..., :slots] @ self.values[:, :, :slots].to(dtype)
+        room = query.new_empty(batch * heads * min(count, self.tiles_at_once(batch)) * TILE * query.shape[3])
+        products = [query @ keys.to(query.dtype).mT, key_products(query, tiles, widths.keys, room)]
+        hidden = torch.cat([visible.hidden, ~visible.in_tiles(self.count)[:, :, : count * TILE]], 2)
+        scores = scoring.scores(torch.cat(products, 3)).masked_fill(hidden[:, None], float("-inf"))
+        lse = scores.logsumexp(3)
+        weights = F.dropout((scores - lse[..., None]).exp(), scoring.dropout)
+        output = weights[..., :slots] @ values.to(query.dtype)
         output += weighted_values(weights[..., slots:], tiles, widths.values, room)
-        output = output.view(query.shape)
-        if scoring.sinks is not None:
-            output = scoring.sunk(output, scores.logsumexp(3).view(query.shape[:3]))
-        return output.to(query.dtype)
+        return output, lse
 
-    def in_window(self, newest: torch.Tensor, position: torch.Tensor, layout: LayerLayout) -> bool:
-        return True  # what leaves the ring is in tiles
+    def in_window(self, newest: torch.Tensor, position: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
+        return (position < self.sink) | in_window(newest, position, self.span, layout.chunked)
 
     def over_past(
         self, keys: torch.Tensor, values: torch.Tensor, past: int, path: AttentionPath, snapshot: bool
     ) -> Read:
-        """The tiles are dequantized; what is not packed yet and the queries' own tokens are read as they came."""
+        """What is not packed yet and the queries' own tokens are read as they came, beside the tiles."""
         if not max(self.packed):
             return super().over_past(keys, values, past, path, snapshot)
         *states, skipped = self.by_column(keys, values, past)
@@ -199,15 +224,39 @@ class QuantizedGroup(HeadGroup):
         def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
             span = Span(states[0].shape[2] - query.shape[2], skipped)
             output, lse = path.attend_with_lse(query, *states, span, scoring)
-            output = output.float()  # rounded once, not at every block
-            for rows, *block in then.blocks():
-                tokens = block[0].shape[2]
-                span = Span(tokens, first=None, limit=tokens)
-                part = path.attend_with_lse(query[rows], *block, span, scoring)
-                output[rows], lse[rows] = merge((output[rows], lse[rows]), part)
+            output = output.float()  # rounded once, not at every part
+            for rows, part, part_lse in then.over_tiles(query, path, scoring):
+                output[rows], lse[rows] = merge((output[rows], lse[rows]), (part, part_lse))
             return scoring.sunk(output, lse).to(query.dtype)
 
         return read
+
+    def over_tiles(
+        self, query: torch.Tensor, path: AttentionPath, scoring: Scoring
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Attention of queries to all that is in tiles, of heads that see all of it, without sinks.
+
+        Few queries attend to the codes, if there is the loop for it; for others, tiles are dequantized block by block.
+
+        Args:
+            query: [batch, query_heads, tokens, head_dim].
+
+        Yields:
+            Rows, their output [rows, query_heads, tokens, head_dim], and the log-sum-exp of their scores.
+        """
+        tokens = query.shape[2]
+        folded_query = folded(query, self.keys, None)[0]
+        loop = self.loop(query, scoring) if folded_query.shape[2] <= LOOP_QUERIES else None
+        if loop is not None:
+            visible = self.visible(0, 0)
+            hidden, seen = (part.expand(-1, tokens, -1) for part in (visible.hidden, visible.seen))
+            no_states = self.keys[:, :, :0], self.values[:, :, :0]
+            output, lse = loop(folded_query, no_states, hidden, self.rooms(), visible.places, seen)
+            yield slice(None), output.view(query.shape), lse.view(query.shape[:3])
+            return
+        for rows, *block in self.blocks():
+            span = Span(block[0].shape[2], first=None, limit=block[0].shape[2])
+            yield rows, *path.attend_with_lse(query[rows], *block, span, scoring)
 
     def descriptor(self) -> tuple[int, ...]:
         return self.sink, max(self.ring, 1), self.span
@@ -217,27 +266,28 @@ class QuantizedGroup(HeadGroup):
         return max(1, block_elements(self.keys) // (rows * self.heads * TILE * self.keys.shape[-1]))
 
     def packed_tiles(self) -> Tiles:
-        """The tiles of heads that see all of them: [batch, heads, tiles, ...]."""
+        """The tiles that have been packed, as they lie: [batch, heads, tiles, ...]."""
         return self.tiles.map(lambda part: part[:, :, : max(self.packed) // TILE])
 
-    def unseen(self, seen: int, slots: int, tokens: int) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
-        """Spans that rows do not see, among `slots` slots followed by `tokens` tokens in tiles: rows, [(begin, end)].
+    def rooms(self) -> Tiles:
+        """The tiles, [places, heads, ...]: a row has place `p` where the row before has `p` less its `row_tiles`."""
 
-        They are empty, or hold tokens that are packed or were taken back. `seen` columns have been stored. A row that
-        is only padding so far sees its first slot.
-        """
-        row_counts = [*zip(self.skips, self.packed, strict=True)]
-        rows_agree = len(set(row_counts)) == 1
-        for row, (skip, packed) in enumerate(row_counts[:1] if rows_agree else row_counts):
-            length, ring = max(seen - skip, 1), self.ring
-            ring_tokens, ring_start = max(length - self.sink - packed, 0), packed % ring
-            spans = [(min(length, self.sink), self.sink), (slots + packed, slots + tokens)]
-            if ring_start + ring_tokens <= ring:
-                spans += [(self.sink, self.sink + ring_start), (self.sink + ring_start + ring_tokens, slots)]
-            else:
-                spans.append((self.sink + ring_start + ring_tokens - ring, self.sink + ring_start))
-            rows = slice(None) if rows_agree else slice(row, row + 1)
-            yield rows, [(begin, end) for begin, end in spans if begin < end]
+        def by_place(part: torch.Tensor) -> torch.Tensor:
+            batch, heads, count, *shape = part.shape
+            row, head, tile, *steps = part.stride()
+            places = (batch - 1) * (row // tile) + count
+            return part.as_strided((places, heads, *shape), (tile, head, *steps))
+
+        return self.tiles.map(by_place)
+
+    def visible(self, seen: int, slots: int, chunked: bool = False) -> "Visible":
+        """What the newest token of each row sees, of the first slots and of tiles; `seen` columns have been stored."""
+        codes = self.tiles.key_codes
+        lengths = tuple(max(seen - skip, 1) for skip in self.skips)  # padding sees its first slot
+        return visible_to_newest(
+            *(lengths, tuple(self.packed), self.sink, self.ring, self.span, chunked),
+            *(slots, self.count, codes.stride(0) // codes.stride(2), codes.device),
+        )
 
     def blocks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Rows, and their keys and values [rows, heads, n, head_dim], dequantized a block at a time.
@@ -258,6 +308,75 @@ class QuantizedGroup(HeadGroup):
                     if count:
                         yield slice(row, row + 1), keys[row : row + 1, :, :count], values[row : row + 1, :, :count]
             first_token += tokens
+
+
+class Visible(NamedTuple):
+    """What queries see of slots, or of other states that are not in tiles, and of tiles."""
+
+    hidden: torch.Tensor  # which of the states a query does not see, bool [batch, queries, states]
+    places: torch.Tensor  # of each row's tiles among those of all rows, the oldest first, int64 [batch, tiles]
+    seen: torch.Tensor  # the first token in these tiles that a query sees, and the end, int64 [batch, queries, 2]
+    row_tiles: int  # places of a row
+
+    def in_tiles(self, count: int) -> torch.Tensor:
+        """Which tokens of a head's `count` tiles queries see, as the tiles lie: bool [batch, queries, count * TILE]."""
+        batch, queries, _ = self.seen.shape
+        token = torch.arange(self.places.shape[1] * TILE, device=self.seen.device)
+        sees = (token >= self.seen[..., :1]) & (token < self.seen[..., 1:])
+        place = (self.places % self.row_tiles)[:, None, :, None].expand(-1, queries, -1, TILE)
+        in_order = sees.view(batch, queries, -1, TILE)
+        return in_order.new_zeros(batch, queries, count, TILE).scatter_(2, place, in_order).flatten(2)
+
+
+@functools.lru_cache(maxsize=16)  # in a step, most layers ask for the same
+@torch.inference_mode(False)
+def visible_to_newest(
+    lengths: tuple[int, ...],
+    packed: tuple[int, ...],
+    sink: int,
+    ring: int,
+    span: int,
+    chunked: bool,
+    slots: int,
+    count: int,
+    row_tiles: int,
+    device: torch.device,
+) -> Visible:
+    """What the newest token of each row sees.
+
+    Args:
+        lengths: tokens of each row.
+        packed: of these, how many are in tiles, or were before the tiles went round.
+        sink, ring, span: of a `QuantizedGroup`.
+        chunked: whether the span is a chunk, not a window.
+        slots: how many there are.
+        count, row_tiles: tiles of a head, and of a row in storage.
+    """
+    oldest, seen, places = [], [], []
+    for length in lengths:
+        first_position = (length - 1) // span * span if chunked else length - span
+        oldest.append(max(first_position - sink, 0))
+    first_tiles = [min(pair) // TILE for pair in zip(oldest, packed, strict=True)]
+    tiles = max(end // TILE - first for end, first in zip(packed, first_tiles, strict=True))
+    for row, (first, begin, end) in enumerate(zip(first_tiles, oldest, packed, strict=True)):
+        places.append([row * row_tiles + tile % count for tile in range(first, first + tiles)])
+        seen.append([[begin - first * TILE, end - first * TILE]])
+    newest = on_device(lengths, device)[:, None] - 1
+    slot = torch.arange(slots, device=device)
+    position = torch.where(slot < sink, slot, newest - (newest - slot) % ring)
+    in_ring = position - sink >= on_device([*map(max, oldest, packed)], device)[:, None]
+    hidden = (position > newest) | ~((slot < sink) | in_ring)
+    return Visible(hidden[:, None], on_device(places, device, torch.int64), on_device(seen, device), row_tiles)
+
+
+@functools.cache
+def _codes_loop() -> Any:
+    """`kv_cpu.codes_loop`; None in a checkpoint without it."""
+    try:
+        from . import kv_cpu
+    except ImportError:
+        return None
+    return kv_cpu.codes_loop
 
 
 class TiledStorage(Storage):

@@ -149,7 +149,11 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
             bool,
             "Emit the code of quantized caches even without --kv-bits, for `generate(cache_implementation=...)`.",
         ),
-        "kernels": (bool, "Emit the Triton kernels; without them a GPU runs plain torch.  [default: (emitted)]"),
+        "kernels": (
+            bool,
+            "Emit the Triton kernels, and for quantized caches the loop in C that CPUs run; without them everything "
+            "runs in plain torch.  [default: (emitted)]",
+        ),
         "ignore_model_code": (
             bool,
             "Ignore the model's own modeling code, and convert it as the transformers model of its `model_type`.",

@@ -27,7 +27,7 @@ class Needs:
     holds: bool = False  # their budgets hold after the prompt
     quantized: bool = False  # tokens are stored as codes, or may be
     rounding: bool = False  # their keys are rounded by the queries
-    kernels: bool = True  # in Triton
+    kernels: bool = True  # in Triton, and a loop in C over codes
     engine: str = ""  # what its weights are, if transformers takes their codes for weights
 
     @classmethod

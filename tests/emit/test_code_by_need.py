@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 from tests.helpers.families import tokens
 from tests.helpers.surgery import convert_folder
 
-QUANTIZED_CODE = {"kv_codes.py", "kv_tiles.py", "kv_pack.py", "kv_packed.py"}
+QUANTIZED_CODE = {"kv_codes.py", "kv_cpu.py", "kv_tiles.py", "kv_pack.py", "kv_packed.py"}
 KERNELS = {"kv_cuda.py", "kv_decode.py", "kv_graph.py", "kv_kernels.py", "kv_prefill.py", "kv_store.py"}
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 

@@ -96,7 +96,7 @@ def test_a_checkpoint_has_no_code_that_it_does_not_need() -> None:
     assert names(reform=True) - plain == {"received", "encode", "gather", "reform"}
     assert budgets - plain == {"received", "budget", "compact"}
     assert holds - budgets == {"hold", "move", "reselect"}
-    assert names(quantized=True) - plain == {"codes", "tiles", "pack", "packed"}
+    assert names(quantized=True) - plain == {"codes", "cpu", "tiles", "pack", "packed"}
     assert names(quantized=True, budgets=True, holds=True) - holds - names(quantized=True) == {
         "move_codes",
         "token_codes",

@@ -18,7 +18,6 @@ from hypothesis.stateful import (
 from transformers import DynamicCache
 
 from kvsurgery.heads.section import layout_section
-from kvsurgery.templates import kv_codes, kv_layout, kv_tiles, kv_token_codes
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_codes import dequantize, quantize
@@ -31,12 +30,12 @@ from tests.helpers.emitted import CLASSES, LOSSLESS, emitted
 from tests.helpers.families import CACHE_PATHS, WITH_STATES, largest, stock, tokens
 from tests.helpers.hold_reference import HoldReference
 from tests.helpers.surgery import convert_folder
+from tests.helpers.tile_size import use_tiles_of
 
 WINDOW, HOLD = 3, 5
 SELECTION = {"window": WINDOW, "kernel_size": 3, "pool": "max", "hold": HOLD}
 BUDGETS = [[4, 6, 0], [3, 8, 1, 5]]
 TILED = [4, 38, 68]  # with tiles of 32 tokens
-TILES = (kv_layout, kv_codes, kv_tiles, kv_token_codes)  # which read how long a tile is
 LENGTH = 64  # columns of the longest cache
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2]}
 SECTIONS = {
@@ -162,8 +161,7 @@ class HoldMachine(CacheOperations):
     ids=lambda value: value,
 )
 def test_any_operations(family, kind, monkeypatch):
-    for module in TILES:
-        monkeypatch.setattr(module, "TILE", 4)
+    use_tiles_of(4, monkeypatch)
     machine = type("HoldMachine", (HoldMachine,), {"family": family, "kind": kind})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=6, stateful_step_count=12, phases=[Phase.generate])
@@ -209,8 +207,7 @@ def test_a_chat_of_twenty_turns_in_constant_memory(held):
 @pytest.fixture
 def tiled(monkeypatch):
     """A model of two layers with larger budgets, and tiles of 32 tokens."""
-    for module in TILES:
-        monkeypatch.setattr(module, "TILE", 32)
+    use_tiles_of(32, monkeypatch)
     original = stock("llama", num_hidden_layers=2, head_dim=16)
     section = {"version": 2, "head_dim": 16, "selection": SELECTION, "quantization": LOSSLESS}
     original.config.kv_surgery = section | {"layers": [{"blocks": [[1, 3]], "budgets": TILED}] * 2}

@@ -15,13 +15,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvsurgery.templates import kv_codes, kv_layout, kv_tiles
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
 from tests.helpers.emitted import LOSSLESS
 from tests.helpers.families import largest, tokens
 from tests.helpers.reference import reference_logits
+from tests.helpers.tile_size import use_tiles_of
 
 SINK = 2
 LENGTH = 56  # tokens of the longest row
@@ -40,7 +40,9 @@ class Storage(NamedTuple):
 STORED = {
     "16 bit": Storage(),
     "quantized": Storage(quantization=LOSSLESS),
+    "quantized, in C": Storage(tile=16, quantization=LOSSLESS),
     "quantized windows": Storage(13, 15, 4, {**LOSSLESS, "residual": 2, "streaming": True}),
+    "quantized windows, in C": Storage(32, 33, 16, {**LOSSLESS, "residual": 0, "streaming": True}),
 }
 
 
@@ -196,8 +198,7 @@ class CacheMachine(CacheOperations):
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("family", FULL)
 def test_any_operations_on_a_cache(family, stored, monkeypatch):
-    for module in (kv_layout, kv_codes, kv_tiles):
-        monkeypatch.setattr(module, "TILE", STORED[stored].tile)
+    use_tiles_of(STORED[stored].tile, monkeypatch)
     machine = type("CacheMachine", (CacheMachine,), {"family": family, "stored": stored})
     run_state_machine_as_test(
         machine,

@@ -13,7 +13,7 @@ from kvsurgery.templates.kv_codes import (
     rotation,
     weighted_values,
 )
-from kvsurgery.templates.kv_layout import TILE, Quantization, Widths
+from kvsurgery.templates.kv_layout import EVERY, TILE, Quantization, Widths, in_window
 from kvsurgery.templates.kv_tiles import QuantizedGroup
 from tests.helpers.families import largest
 
@@ -81,26 +81,52 @@ def test_products_with_codes_are_those_with_what_they_stand_for(
     pads=st.lists(st.integers(0, 500), min_size=1, max_size=3),
     sink=st.integers(0, 5),
     residual=st.integers(0, 140),
-    margin=st.integers(0, 9),
+    margin=st.integers(0, 600),
+    excess=st.none() | st.integers(0, 200),
+    chunked=st.booleans(),
 )
-def test_a_row_sees_each_of_its_tokens_once(seen, pads, sink, residual, margin):
-    """The spans that hold nothing are all others than the slots and tiles of a row's tokens."""
-    group = QuantizedGroup(
-        torch.zeros(len(pads), 1, 1, 8), 1, Quantization(4, residual=residual, sink=sink), sink, seen
-    )
+def test_a_row_sees_each_token_of_its_span_once(seen, pads, sink, residual, margin, excess, chunked):
+    """In a slot, or in a tile, which may go round a ring; nothing else is seen."""
+    span = EVERY if excess is None else 2 * (residual + TILE) + excess
+    quantization = Quantization(4, residual=residual, sink=sink)
+    group = QuantizedGroup(torch.zeros(len(pads), 1, 1, 8), 1, quantization, sink, span)
     group.margin = margin
     group.align(pads)
     lengths = [max(seen - pad, 1) for pad in pads]
-    group.packed = [max((length - sink - 1 - residual) // TILE * TILE, 0) for length in lengths]
-    slots, tokens = min(max(lengths), sink + group.ring), max(group.packed)
-    sees = torch.ones(len(pads), slots + tokens, dtype=torch.bool)
-    for rows, spans in group.unseen(seen, slots, tokens):
-        for begin, end in spans:
-            sees[rows, begin:end] = False
-    for row, (length, packed) in enumerate(zip(lengths, group.packed, strict=True)):
-        positions = [*range(min(sink, length)), *range(sink + packed, length)]
-        there = {*map(group.slot, positions), *range(slots, slots + packed)}
-        assert there == {*sees[row].nonzero()[:, 0].tolist()}
+    group.packed = [TILE * quantization.tiles(max(length - sink - margin, 0)) for length in lengths]
+    count = max(1, min(max(group.packed) // TILE, quantization.window_tiles(span)))
+    group.tiles = empty_tiles(group.keys, count, quantization).map(lambda part: part[:, None])
+    slots = min(max(lengths), sink + group.ring)
+    visible = group.visible(seen, slots, chunked)
+    sees = torch.cat([~visible.hidden, visible.in_tiles(count)], 2)[:, 0]
+    for row, length in enumerate(lengths):
+        expected = set()
+        for position in range(length):
+            after_sinks = position - sink
+            if after_sinks >= 0 and not in_window(length - 1, position, span, chunked):
+                continue
+            if 0 <= after_sinks < group.packed[row]:
+                expected.add(slots + after_sinks % (TILE * count))
+            else:
+                expected.add(group.slot(position))
+        assert expected == {*sees[row].nonzero()[:, 0].tolist()}
+
+
+def test_places_are_of_the_rows_tiles():
+    """Heads of a group lie beside those of others, each row's after the row before."""
+    quantization = Quantization(4, residual=0)
+    group = QuantizedGroup(torch.zeros(2, 1, 1, 8), 3, quantization, 4, 3 * TILE)
+    layer_tiles = empty_tiles(group.keys, 3 * 3 + 5, quantization)
+    for part in layer_tiles:
+        part.copy_(torch.randint(0, 100, part.shape))
+    group.tiles = layer_tiles.map(lambda part: part[:, 2:11].unflatten(1, (3, 3)))
+    group.align([0, 400])
+    group.packed = [5 * TILE, 2 * TILE]
+    visible = group.visible(700, 4)
+    assert visible.places.shape == (2, 3)
+    for room, part in zip(group.rooms(), group.tiles, strict=True):
+        assert room[visible.places[0]].transpose(0, 1).equal(part[0][:, [2, 3 % 3, 4 % 3]])
+        assert room[visible.places[1]].transpose(0, 1).equal(part[1])
 
 
 @given(
