@@ -29,6 +29,24 @@ from .kv_storage import HeadTable, Storage
 LOOP_QUERIES = 256  # of a KV head that a thread of the loop in C has on its stack; 256 channels of each take 1 MB
 
 
+class Visible(NamedTuple):
+    """What queries see of slots, or of other states that are not in tiles, and of tiles."""
+
+    hidden: torch.Tensor  # which of the states a query does not see, bool [batch, queries, states]
+    places: torch.Tensor  # of each row's tiles in `by_place`, the oldest first, int64 [batch, tiles]
+    seen: torch.Tensor  # the first token in these tiles that a query sees, and the end, int64 [batch, queries, 2]
+    row_tiles: int  # tiles between a row and the next in storage
+
+    def in_tiles(self, count: int) -> torch.Tensor:
+        """Which tokens of a head's `count` tiles queries see, as the tiles lie: bool [batch, queries, count * TILE]."""
+        batch, queries, _ = self.seen.shape
+        token = torch.arange(self.places.shape[1] * TILE, device=self.seen.device)
+        sees = (token >= self.seen[..., :1]) & (token < self.seen[..., 1:])
+        place = (self.places % self.row_tiles)[:, None, :, None].expand(-1, queries, -1, TILE)
+        in_order = sees.view(batch, queries, -1, TILE)
+        return in_order.new_zeros(batch, queries, count, TILE).scatter_(2, place, in_order).flatten(2)
+
+
 class QuantizedGroup(HeadGroup):
     """Heads whose older tokens are quantized: whole tiles packed, sinks and the newest tokens kept as they are.
 
@@ -168,7 +186,7 @@ class QuantizedGroup(HeadGroup):
         if loop is None:
             output, lse = self._in_torch(folded_query, states, visible, scoring)
         else:
-            output, lse = loop(folded_query, states, visible.hidden, self.rooms(), visible.places, visible.seen)
+            output, lse = loop(folded_query, states, visible.hidden, self.by_place(), visible.places, visible.seen)
         return scoring.sunk(output.view(query.shape), lse.view(query.shape[:3])).to(query.dtype)
 
     def loop(self, query: torch.Tensor, scoring: Scoring) -> Any:
@@ -179,7 +197,7 @@ class QuantizedGroup(HeadGroup):
         return codes_loop(self.quantization, query.shape[3], self.keys.dtype, scoring.scale, scoring.softcap)
 
     def _in_torch(
-        self, query: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor], visible: "Visible", scoring: Scoring
+        self, query: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor], visible: Visible, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention to slots and the tiles' codes, in float32 or wider: nothing is dequantized.
 
@@ -251,7 +269,7 @@ class QuantizedGroup(HeadGroup):
             visible = self.visible(0, 0)
             hidden, seen = (part.expand(-1, tokens, -1) for part in (visible.hidden, visible.seen))
             no_states = self.keys[:, :, :0], self.values[:, :, :0]
-            output, lse = loop(folded_query, no_states, hidden, self.rooms(), visible.places, seen)
+            output, lse = loop(folded_query, no_states, hidden, self.by_place(), visible.places, seen)
             yield slice(None), output.view(query.shape), lse.view(query.shape[:3])
             return
         for rows, *block in self.blocks():
@@ -269,18 +287,18 @@ class QuantizedGroup(HeadGroup):
         """The tiles that have been packed, as they lie: [batch, heads, tiles, ...]."""
         return self.tiles.map(lambda part: part[:, :, : max(self.packed) // TILE])
 
-    def rooms(self) -> Tiles:
-        """The tiles, [places, heads, ...]: a row has place `p` where the row before has `p` less its `row_tiles`."""
+    def by_place(self) -> Tiles:
+        """Views of the tiles by place, [places, heads, ...]: tile t of row r is at place r * row_tiles + t."""
 
-        def by_place(part: torch.Tensor) -> torch.Tensor:
+        def view(part: torch.Tensor) -> torch.Tensor:
             batch, heads, count, *shape = part.shape
             row, head, tile, *steps = part.stride()
             places = (batch - 1) * (row // tile) + count
             return part.as_strided((places, heads, *shape), (tile, head, *steps))
 
-        return self.tiles.map(by_place)
+        return self.tiles.map(view)
 
-    def visible(self, seen: int, slots: int, chunked: bool = False) -> "Visible":
+    def visible(self, seen: int, slots: int, chunked: bool = False) -> Visible:
         """What the newest token of each row sees, of the first slots and of tiles; `seen` columns have been stored."""
         codes = self.tiles.key_codes
         lengths = tuple(max(seen - skip, 1) for skip in self.skips)  # padding sees its first slot
@@ -310,24 +328,6 @@ class QuantizedGroup(HeadGroup):
             first_token += tokens
 
 
-class Visible(NamedTuple):
-    """What queries see of slots, or of other states that are not in tiles, and of tiles."""
-
-    hidden: torch.Tensor  # which of the states a query does not see, bool [batch, queries, states]
-    places: torch.Tensor  # of each row's tiles among those of all rows, the oldest first, int64 [batch, tiles]
-    seen: torch.Tensor  # the first token in these tiles that a query sees, and the end, int64 [batch, queries, 2]
-    row_tiles: int  # places of a row
-
-    def in_tiles(self, count: int) -> torch.Tensor:
-        """Which tokens of a head's `count` tiles queries see, as the tiles lie: bool [batch, queries, count * TILE]."""
-        batch, queries, _ = self.seen.shape
-        token = torch.arange(self.places.shape[1] * TILE, device=self.seen.device)
-        sees = (token >= self.seen[..., :1]) & (token < self.seen[..., 1:])
-        place = (self.places % self.row_tiles)[:, None, :, None].expand(-1, queries, -1, TILE)
-        in_order = sees.view(batch, queries, -1, TILE)
-        return in_order.new_zeros(batch, queries, count, TILE).scatter_(2, place, in_order).flatten(2)
-
-
 @functools.lru_cache(maxsize=16)  # in a step, most layers ask for the same
 @torch.inference_mode(False)
 def visible_to_newest(
@@ -350,7 +350,8 @@ def visible_to_newest(
         sink, ring, span: of a `QuantizedGroup`.
         chunked: whether the span is a chunk, not a window.
         slots: how many there are.
-        count, row_tiles: tiles of a head, and of a row in storage.
+        count: tiles of a head that storage is allocated for.
+        row_tiles: tiles between a row and the next in storage.
     """
     oldest, seen, places = [], [], []
     for length in lengths:

@@ -124,9 +124,9 @@ def test_places_are_of_the_rows_tiles():
     group.packed = [5 * TILE, 2 * TILE]
     visible = group.visible(700, 4)
     assert visible.places.shape == (2, 3)
-    for room, part in zip(group.rooms(), group.tiles, strict=True):
-        assert room[visible.places[0]].transpose(0, 1).equal(part[0][:, [2, 3 % 3, 4 % 3]])
-        assert room[visible.places[1]].transpose(0, 1).equal(part[1])
+    for placed, part in zip(group.by_place(), group.tiles, strict=True):
+        assert placed[visible.places[0]].transpose(0, 1).equal(part[0][:, [2, 0, 1]])
+        assert placed[visible.places[1]].transpose(0, 1).equal(part[1])
 
 
 @given(
