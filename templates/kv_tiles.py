@@ -244,7 +244,8 @@ class QuantizedGroup(HeadGroup):
             output, lse = path.attend_with_lse(query, *states, span, scoring)
             output = output.float()  # rounded once, not at every part
             for rows, part, part_lse in then.over_tiles(query, path, scoring):
-                output[rows], lse[rows] = merge((output[rows], lse[rows]), (part, part_lse))
+                # copies, since autograd keeps what is merged
+                output[rows], lse[rows] = merge((output[rows].clone(), lse[rows].clone()), (part, part_lse))
             return scoring.sunk(output, lse).to(query.dtype)
 
         return read

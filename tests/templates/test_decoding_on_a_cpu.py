@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from kvsurgery import templates
 from kvsurgery.templates import kv_cpu, kv_tiles
 from tests.helpers.emitted import BUDGETED, CLASSES, HELD, LOSSLESS, WINDOWS
 from tests.helpers.families import largest, stock, tokens
@@ -126,8 +127,23 @@ def test_a_checkpoint_without_the_module_decodes_by_pytorch(monkeypatch):
     model = quantized("llama", quantization())
     expected = in_parts(model, SIZES)
     monkeypatch.setitem(sys.modules, kv_cpu.__name__, None)
+    monkeypatch.delattr(templates, "kv_cpu")
     kv_tiles._codes_loop.cache_clear()
     assert kv_tiles._codes_loop() is None
     found = in_parts(model, SIZES)
     kv_tiles._codes_loop.cache_clear()
+    assert largest(found - expected, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_gradients_of_new_tokens_pass_tiles(size):
+    """They are those of a cache without tiles, where codes lose nothing."""
+    gradients = []
+    for section in ({}, quantization()):
+        model = quantized("llama", section)
+        with torch.no_grad():
+            cache = model(tokens(2, 300)).past_key_values
+        model(tokens(2, size, seed=1), past_key_values=cache).logits.square().sum().backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    expected, found = gradients
     assert largest(found - expected, expected) <= 1e-4
