@@ -186,7 +186,9 @@ class QuantizedGroup(HeadGroup):
         if loop is None:
             output, lse = self._in_torch(folded_query, states, visible, scoring)
         else:
-            output, lse = loop(folded_query, states, visible.hidden, self.by_place(), visible.places, visible.seen)
+            output, lse = loop(
+                folded_query, states, visible.hidden, self.by_place(), visible.places, visible.seen, scoring
+            )
         return scoring.sunk(output.view(query.shape), lse.view(query.shape[:3])).to(query.dtype)
 
     def loop(self, query: torch.Tensor, scoring: Scoring) -> Any:
@@ -194,7 +196,7 @@ class QuantizedGroup(HeadGroup):
         codes_loop, wants_grad = _codes_loop(), query.requires_grad and torch.is_grad_enabled()
         if codes_loop is None or not query.is_cpu or wants_grad or scoring.dropout:
             return None
-        return codes_loop(self.quantization, query.shape[3], self.keys.dtype, scoring.scale, scoring.softcap)
+        return codes_loop(self.quantization, query.shape[3], self.keys.dtype)
 
     def _in_torch(
         self, query: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor], visible: Visible, scoring: Scoring
@@ -270,7 +272,7 @@ class QuantizedGroup(HeadGroup):
             visible = self.visible(0, 0)
             hidden, seen = (part.expand(-1, tokens, -1) for part in (visible.hidden, visible.seen))
             no_states = self.keys[:, :, :0], self.values[:, :, :0]
-            output, lse = loop(folded_query, no_states, hidden, self.by_place(), visible.places, seen)
+            output, lse = loop(folded_query, no_states, hidden, self.by_place(), visible.places, seen, scoring)
             yield slice(None), output.view(query.shape), lse.view(query.shape[:3])
             return
         for rows, *block in self.blocks():

@@ -72,11 +72,25 @@ def test_programs() -> None:
 
 def test_completed_lines() -> None:
     rows = repository.scores(json.loads((ROOT / "benchmarks/results/repository.json").read_text()))
-    original, without, four = rows["original"], rows[repository.WITHOUT], rows["kvsurgery, all heads full, 4 bits"]
-    shown = {f"{row.right.mean:.0%}" for row in (original, without)}
-    assert shown <= figures(PAGE, "**With the files in the cache**")
-    shown = {f"{share:.0%}" for share in (four.right.mean, four.share, four.named.mean, original.named.mean)}
-    assert shown <= figures(PAGE, "**A cache in 4 bits**")
+    original, bm25 = rows["original"], rows[repository.RETRIEVAL]
+    claims = {
+        "**With the files in the cache**": ["original", repository.WITHOUT],
+        "**SnapKV** with 20% of the tokens completes": ["SnapKVPress, 20%"],
+        "**BM25** knows": [repository.RETRIEVAL],
+    }
+    for start, names in claims.items():
+        assert {f"{rows[name].right.mean:.0%}" for name in names} <= figures(PAGE, start)
+    ours = {
+        "**A cache in 4 bits**": "kvsurgery, all heads full, 4 bits",
+        "**2 bits** complete": "kvsurgery, all heads full, 2 bits",
+        "**Half of the heads streaming** complete": "kvsurgery, 50% of heads full by er",
+        "**Budgets** of 1,024 tokens a head in 4 bits complete": "kvsurgery, budgets of 1024 by er, 4 bits",
+    }
+    for start, row in ((start, rows[name]) for start, name in ours.items()):
+        assert {f"{share:.0%}" for share in (row.right.mean, row.share, row.named.mean)} <= figures(PAGE, start)
+        assert row.more.low <= 0 <= row.more.high
+    assert f"{original.named.mean:.0%}" in figures(PAGE, "**A cache in 4 bits**")
+    assert bm25.more.high < 0
 
 
 @pytest.mark.parametrize("share", ["35%", "20%"])

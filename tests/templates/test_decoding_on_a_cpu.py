@@ -26,9 +26,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
             return super().__call__(query, *args)
 
     monkeypatch.setattr(kv_cpu, "CodesLoop", Counted)
-    kv_cpu.codes_loop.cache_clear()
+    for cached in (kv_cpu.codes_loop, kv_cpu._compiled):
+        cached.cache_clear()
     yield found
-    kv_cpu.codes_loop.cache_clear()
+    for cached in (kv_cpu.codes_loop, kv_cpu._compiled):
+        cached.cache_clear()
 
 
 @torch.no_grad()
