@@ -193,7 +193,8 @@ class QuantizedGroup(HeadGroup):
 
     def loop(self, query: torch.Tensor, scoring: Scoring) -> Any:
         """The loop in C that attends to codes, `kv_cpu.CodesLoop`; None where PyTorch does."""
-        codes_loop, wants_grad = _codes_loop(), query.requires_grad and torch.is_grad_enabled()
+        codes_loop = _codes_loop()
+        wants_grad = query.requires_grad and torch.is_grad_enabled()
         if codes_loop is None or not query.is_cpu or wants_grad or scoring.dropout:
             return None
         return codes_loop(self.quantization, query.shape[3], self.keys.dtype)
@@ -270,7 +271,8 @@ class QuantizedGroup(HeadGroup):
         loop = self.loop(query, scoring) if folded_query.shape[2] <= LOOP_QUERIES else None
         if loop is not None:
             visible = self.visible(0, 0)
-            hidden, seen = (part.expand(-1, tokens, -1) for part in (visible.hidden, visible.seen))
+            hidden = visible.hidden.expand(-1, tokens, -1)
+            seen = visible.seen.expand(-1, tokens, -1)
             no_states = self.keys[:, :, :0], self.values[:, :, :0]
             output, lse = loop(folded_query, no_states, hidden, self.by_place(), visible.places, seen, scoring)
             yield slice(None), output.view(query.shape), lse.view(query.shape[:3])

@@ -89,7 +89,8 @@ def run(module: Any, case: Case, states: list[list[torch.Tensor]], learned: torc
     newest_table, tile_table = tables()
     options = {"layer_name": "newest", "num_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
     tiling = Tiling.of(case.quantization)
-    newest = SimpleNamespace(**options, kv_cache=newest_cache, tiling=tiling)
+    dtype = newest_cache.dtype
+    newest = SimpleNamespace(**options, kv_cache=newest_cache, kv_cache_torch_dtype=dtype, tiling=tiling)
     round_keys = nearest
     if case.rounded:
         order = torch.stack([torch.randperm(HEAD_DIM) for _ in range(KV_HEADS)])
