@@ -3,7 +3,7 @@
 PyTorch unpacks codes to memory, scales them there, and then multiplies. The loop reads each byte of codes once, and
 what it unpacks stays in the nearest cache. On one thread of a CPU with AVX-512, a decode step of six requests of 1,100
 tokens takes 0.6 ms with 4 bits, 3 KV heads of 64 channels and 9 query heads, where PyTorch takes 2.6 ms, and 0.5 ms
-over bfloat16. It needs GCC, and less than a second to compile when it is first used.
+over bfloat16. It needs GCC, of version 12 or later for float16, and about a second to compile for each kind of tile.
 """
 
 import ctypes
@@ -69,9 +69,9 @@ static inline STATE stored(float x) {
 #endif
 }
 
-// of x <= 0, as Cephes approximates it: powers of 2
+// e to the power of x <= 0, by the polynomial of the Cephes library
 static inline float exponential(float x) {
-    float power = x * 1.44269504f > -126.0f ? x * 1.44269504f : -126.0f;
+    float power = x * 1.44269504f < -126.0f ? -126.0f : x * 1.44269504f;  // NaN stays
     float whole = floorf(power + 0.5f);
     float rest = power - whole;
     float y = 1.535336188319500e-4f;
@@ -104,7 +104,7 @@ static inline ints widened(bytes x) {
 #endif
 }
 
-// lane i: the sum of x[i], which is overwritten
+// a vector with the sum of x[i] in lane i; overwrites x
 static inline floats sums(floats *x) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2) {
@@ -146,7 +146,7 @@ struct reading {
     int64_t count, new_tokens;  // queries; new tokens, one after the other for each query head
     float scale, softcap;  // of scores; a cap of 0 is none
     float *query, *scaled, *output;  // [count][SIZE]
-    float *added, *highest, *total;  // [count], what minima add to products, highest score, sum of weights
+    float *added, *highest, *total;  // [count]: product with the minima, highest score, sum of weights
     float *weights;  // [count][TILE]
     float (*states)[SIZE];  // keys or values of LANES tokens
     float (*bias)[TILE];  // [new_tokens], LOWEST where a query does not see a token, else 0
@@ -227,7 +227,7 @@ static inline void weigh(struct reading *r, int from, int end) {
         for (int t = from; t < end; t++) {
             float score = weights[t] * r->scale;
             if (r->softcap) score = r->softcap * tanhf(score / r->softcap);
-            weights[t] = score + bias[t];
+            weights[t] = bias[t] < 0 ? LOWEST : score;
         }
 #pragma omp simd reduction(max : highest)
         for (int t = from; t < end; t++) highest = weights[t] > highest ? weights[t] : highest;
@@ -305,6 +305,7 @@ void attend(
         int64_t head = item % heads, request = item / heads % requests, split = item / heads / requests;
         size_t floats_needed = count * (3 * SIZE + TILE + 3) + LANES * SIZE + new_tokens * TILE;
         float *room = aligned_alloc(64, (floats_needed * sizeof(float) + 63) / 64 * 64);
+        if (!room) abort();
         struct reading r = {.count = count, .new_tokens = new_tokens, .scale = scale, .softcap = softcap};
         r.query = room;
         r.scaled = r.query + count * SIZE;
@@ -348,7 +349,7 @@ void attend(
             read_tokens(&r, &tokens, 1, from / LANES * LANES, end);
         }
         for (int64_t n = 0; n < count; n++) {
-            int any = r.total[n] > 0;
+            int any = r.total[n] != 0;
             lse[item * count + n] = any ? r.highest[n] + logf(r.total[n]) : LOWEST;
             for (int d = 0; d < HEAD_DIM; d++)
                 output[(item * count + n) * HEAD_DIM + d] = any ? r.output[n * SIZE + d] / r.total[n] : 0;
@@ -438,6 +439,7 @@ class CodesLoop:
             In float32, [requests, heads, group * new, head_dim], and the log-sum-exp of the scores of each query.
         """
         requests, heads, count, head_dim = query.shape
+        assert all(part.stride(3) == 1 for part in states)
         threads = torch.get_num_threads()
         splits = max(1, min(places.shape[1], threads // (requests * heads)))
         inputs = query.float(), hidden, places, seen
@@ -452,7 +454,7 @@ class CodesLoop:
             *_located(tiles),
             *(part.data_ptr() for part in (places, seen, output, lse)),
             *(requests, heads, count, *hidden.shape[1:], places.shape[1], splits),
-            *(scoring.scale, scoring.softcap or 0, threads),
+            *(scoring.scale, scoring.softcap or 0, min(threads, splits * requests * heads)),
         )
         if splits == 1:
             return output[0], lse[0]
@@ -489,18 +491,21 @@ def codes_loop(quantization: Quantization, head_dim: int, dtype: torch.dtype) ->
 
 @functools.cache
 def _compiled(*constants: str) -> CodesLoop | None:
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "codes.so")
-        compiler = shlex.split(os.environ.get("CC", "gcc"))
-        command = [*compiler, *FLAGS.split(), *constants, "-x", "c", "-", "-o", str(library), "-lm"]
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder, "codes.so")
+            compiler, *options = shlex.split(os.environ.get("CC") or "gcc")
+            command = [compiler, *FLAGS.split(), *options, *constants, "-x", "c", "-", "-o", str(library), "-lm"]
             subprocess.run(command, input=SOURCE, text=True, check=True, capture_output=True)
             return CodesLoop(ctypes.CDLL(str(library)))
-        except (OSError, subprocess.CalledProcessError) as error:
-            reason = str(getattr(error, "stderr", None) or error).partition("\n")[0]
-            logger.warning(
-                "quantized caches are read by PyTorch, which takes several times as long: no GCC compiles the loop for "
-                "this CPU (%s); install gcc, or name it in the environment variable CC",
-                reason,
-            )
-            return None
+    except subprocess.CalledProcessError as error:
+        reason = next((line for line in error.stderr.splitlines() if "error:" in line), error)
+    except (OSError, ValueError) as error:
+        reason = error
+    logger.warning(
+        "PyTorch reads quantized caches on this CPU, which takes longer, since no loop in C could be made for it (%s). "
+        "That takes gcc, or a GCC that the environment variable CC names, and a temporary folder (TMPDIR) from which "
+        "libraries can be loaded",
+        reason,
+    )
+    return None

@@ -26,10 +26,10 @@ from .kv_layout import EVERY, NEAREST, TILE, KVLayout, LayerLayout, Quantization
 from .kv_softmax import AttentionPath, Read, Scoring, Span, folded, merge
 from .kv_storage import HeadTable, Storage
 
-LOOP_QUERIES = 256  # of a KV head that a thread of the loop in C has on its stack; 256 channels of each take 1 MB
+LOOP_QUERIES = 256  # of a KV head, up to which the loop in C reads codes: more share the work of dequantizing tiles
 
 
-class Visible(NamedTuple):
+class VisibleTokens(NamedTuple):
     """What queries see of slots, or of other states that are not in tiles, and of tiles."""
 
     hidden: torch.Tensor  # which of the states a query does not see, bool [batch, queries, states]
@@ -200,7 +200,7 @@ class QuantizedGroup(HeadGroup):
         return codes_loop(self.quantization, query.shape[3], self.keys.dtype)
 
     def _in_torch(
-        self, query: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor], visible: Visible, scoring: Scoring
+        self, query: torch.Tensor, states: tuple[torch.Tensor, torch.Tensor], visible: VisibleTokens, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention to slots and the tiles' codes, in float32 or wider: nothing is dequantized.
 
@@ -303,7 +303,7 @@ class QuantizedGroup(HeadGroup):
 
         return self.tiles.map(view)
 
-    def visible(self, seen: int, slots: int, chunked: bool = False) -> Visible:
+    def visible(self, seen: int, slots: int, chunked: bool = False) -> VisibleTokens:
         """What the newest token of each row sees, of the first slots and of tiles; `seen` columns have been stored."""
         codes = self.tiles.key_codes
         lengths = tuple(max(seen - skip, 1) for skip in self.skips)  # padding sees its first slot
@@ -346,7 +346,7 @@ def visible_to_newest(
     count: int,
     row_tiles: int,
     device: torch.device,
-) -> Visible:
+) -> VisibleTokens:
     """What the newest token of each row sees.
 
     Args:
@@ -372,7 +372,7 @@ def visible_to_newest(
     position = torch.where(slot < sink, slot, newest - (newest - slot) % ring)
     in_ring = position - sink >= on_device([*map(max, oldest, packed)], device)[:, None]
     hidden = (position > newest) | ~((slot < sink) | in_ring)
-    return Visible(hidden[:, None], on_device(places, device, torch.int64), on_device(seen, device), row_tiles)
+    return VisibleTokens(hidden[:, None], on_device(places, device, torch.int64), on_device(seen, device), row_tiles)
 
 
 @functools.cache

@@ -274,14 +274,14 @@ def _attend_to_unpacked(
     scoring: Scoring,
 ) -> torch.Tensor:
     """As `_attend_to_codes`, where many queries share the work of unpacking tiles; `scoring` is not explicit."""
-    size, bias = query.shape[4], piece.bias
+    size, allowed = query.shape[4], piece.allowed
     output, others = torch.empty_like(query), states.shape[2]
     for request, row in enumerate(blocks):
-        at_once = max(1, STATES // (2 * size * bias.shape[2]))
+        at_once = max(1, STATES // (2 * size * allowed.shape[2]))
         for head in range(0, query.shape[1], at_once):
             some = slice(head, head + at_once)
             newest = states[request, some].unflatten(2, (2, size)).movedim(2, 0)
-            unpacked = newest.new_empty(*newest.shape[:2], bias.shape[2], size)
+            unpacked = newest.new_empty(*newest.shape[:2], allowed.shape[2], size)
             unpacked[:, :, :others] = newest
             older = unpacked[:, :, others:]
             if loop is None:
@@ -292,7 +292,7 @@ def _attend_to_unpacked(
                 loop.unpack(from_page(pages[:, some], size, states.dtype, quantization), row, *older)
             keys, values = unpacked[:, :, None].expand(-1, -1, query.shape[2], -1, -1)
             output[request, some] = scaled_dot_product_attention(
-                query[request, some], keys, values, bias[request], scale=scoring.scale
+                query[request, some], keys, values, allowed[request], scale=scoring.scale
             )
     return output.flatten(1, 2)
 

@@ -115,12 +115,11 @@ class TiledPiece:
         return self.positions.shape[1]
 
     @cached_property
-    def bias(self) -> torch.Tensor:
-        """0 where a query sees a key and -inf where not, of `keys` and then of all tiles: [requests, new, keys]."""
+    def allowed(self) -> torch.Tensor:
+        """Which keys a query sees, those of `keys` and then those of all tiles: bool [requests, new, keys]."""
         in_tiles = self.hidden_in(slice(None))[:, 0, 0]
         in_tiles = in_tiles.expand(*in_tiles.shape[:3], TILE).flatten(2)
-        hidden = torch.cat((self.hidden[:, 0, 0], in_tiles), 2)
-        return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        return ~torch.cat((self.hidden[:, 0, 0], in_tiles), 2)
 
     @cached_property
     def seen(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The loop in C over the codes of tiles, beside attention in float64 to what the codes stand for."""
 
 import platform
-import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from kvsurgery.templates import kv_cpu
 from kvsurgery.templates.kv_codes import dequantize, quantize
-from kvsurgery.templates.kv_cpu import codes_loop
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_softmax import Scoring
+from tests.helpers.loop_in_c import needs_compiler
 
 SETS = {
     "x86_64": {"512": "", "256": " -mno-avx512f", "128": " -mno-avx2 -mno-avx512f"},
 }.get(platform.machine(), {"own": ""})
-needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 
 def forget() -> None:
@@ -27,13 +26,18 @@ def forget() -> None:
     kv_cpu._compiled.cache_clear()
 
 
-@pytest.fixture(params=[*SETS.values()], ids=[*SETS])
-def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile for processors with vectors of this width."""
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Compile anew, and again afterwards."""
     forget()
-    monkeypatch.setattr(kv_cpu, "FLAGS", kv_cpu.FLAGS + request.param)
     yield
     forget()
+
+
+@pytest.fixture(params=[*SETS.values()], ids=[*SETS])
+def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """Compile for processors with vectors of this width."""
+    monkeypatch.setattr(kv_cpu, "FLAGS", kv_cpu.FLAGS + request.param)
 
 
 def expected(query, keys, values, seen, scale, softcap):
@@ -75,7 +79,7 @@ def check(quantization, head_dim, dtype, softcap, shape, ranges, threads, seed):
     )
     exact, exact_lse = expected(query, keys, values, sees, scale, softcap)
 
-    loop = codes_loop(quantization, head_dim, dtype)
+    loop = kv_cpu.codes_loop(quantization, head_dim, dtype)
     assert loop is not None
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -134,24 +138,66 @@ def test_any_numbers_of_tokens_and_threads_are_attended_to_exactly(shape, ranges
     check(Quantization(3), 40, torch.bfloat16, None, shape, ranges, threads, seed)
 
 
-def test_without_a_compiler_there_is_no_loop_but_one_warning(monkeypatch, caplog):
-    forget()
-    monkeypatch.setenv("CC", "/no/such/compiler")
-    for _ in range(2):
-        assert codes_loop(Quantization(4), 64, torch.float32) is None
-    (record,) = caplog.records
-    assert "/no/such/compiler" in record.getMessage()
-    forget()
+@needs_compiler
+@pytest.mark.parametrize("part", ["query", "key in a tile", "other key"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(part, value):
+    """So that a model whose states overflow does not answer as if nothing was wrong."""
+    states = torch.randn(2, 1, 1, TILE, 16)
+    others = torch.randn(2, 1, 1, 5, 16)
+    query = torch.randn(1, 1, 1, 16)
+    tiles = quantize(*states, Quantization(8))
+    place = {"query": query, "key in a tile": tiles.key_scales, "other key": others[0]}[part]
+    place.view(-1)[3] = value
+    seen, hidden = torch.tensor([[[0, TILE]]]), torch.zeros(1, 1, 5, dtype=torch.bool)
+    loop = kv_cpu.codes_loop(Quantization(8), 16, torch.float32)
+    assert loop is not None
+    output, lse = loop(query, (others[0], others[1]), hidden, tiles, torch.zeros(1, 1).long(), seen, Scoring(0.25))
+    assert not output.isfinite().any()
+    assert not lse.isfinite().any()
 
 
 @needs_compiler
-def test_what_the_compiler_refuses_is_no_loop(monkeypatch):
-    forget()
-    monkeypatch.setattr(kv_cpu, "FLAGS", "--no-such-flag")
-    assert codes_loop(Quantization(4), 64, torch.float32) is None
-    forget()
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_hidden_keys_may_be_anything(value):
+    others, query = torch.randn(2, 1, 1, 5, 16), torch.randn(1, 1, 1, 16)
+    tiles = quantize(*torch.randn(2, 1, 1, TILE, 16), Quantization(8)).map(lambda part: part[:0])
+    hidden, no_tiles = torch.tensor([[[False, True, False, False, True]]]), torch.zeros(1, 0).long()
+    seen = torch.zeros(1, 1, 2).long()
+    loop = kv_cpu.codes_loop(Quantization(8), 16, torch.float32)
+    assert loop is not None
+    scoring = Scoring(0.25)
+    expected = loop(query, (others[0], others[1]), hidden, tiles, no_tiles, seen, scoring)
+    others[0][hidden[:, :1]] = value
+    found = loop(query, (others[0], others[1]), hidden, tiles, no_tiles, seen, scoring)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "named"),
+    [("/no/such/compiler", "/no/such/compiler"), ("gcc '", "quotation"), ("gcc --no-such-flag", "no-such-flag")],
+)
+def test_without_a_compiler_there_is_no_loop_but_one_warning(compiler, named, fresh, monkeypatch, caplog):
+    monkeypatch.setenv("CC", compiler)
+    for _ in range(2):
+        assert kv_cpu.codes_loop(Quantization(4), 64, torch.float32) is None
+    (record,) = caplog.records
+    assert named in record.getMessage()
+
+
+def test_without_a_temporary_folder_there_is_no_loop(fresh, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    assert kv_cpu.codes_loop(Quantization(4), 64, torch.float32) is None
+    (record,) = caplog.records
+    assert "/no/such/folder" in record.getMessage()
+
+
+@needs_compiler
+def test_an_empty_cc_is_none(fresh, monkeypatch):
+    monkeypatch.setenv("CC", "")
+    assert kv_cpu.codes_loop(Quantization(4), 64, torch.float32) is not None
 
 
 def test_states_and_groups_that_the_loop_does_not_know_have_none():
-    assert codes_loop(Quantization(4), 64, torch.float64) is None
-    assert codes_loop(Quantization(4, group_size=8), 64, torch.float32) is None
+    assert kv_cpu.codes_loop(Quantization(4), 64, torch.float64) is None
+    assert kv_cpu.codes_loop(Quantization(4, group_size=8), 64, torch.float32) is None

@@ -1,7 +1,7 @@
 """Tokens attend to quantized tiles on a CPU by the loop in C where there is one, and by PyTorch elsewhere."""
 
-import shutil
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,27 +10,23 @@ from kvsurgery import templates
 from kvsurgery.templates import kv_cpu, kv_tiles
 from tests.helpers.emitted import BUDGETED, CLASSES, HELD, LOSSLESS, WINDOWS
 from tests.helpers.families import largest, stock, tokens
+from tests.helpers.loop_in_c import counted, needs_compiler
 
-needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 SIZES = [300, 3, 100, *[1] * 140]  # a prompt, drafts, a chunk, and steps that fill a tile
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtype of queries of each call of the loop from here on."""
-    found = []
+    """The dtype of queries of each call of the loop."""
+    return counted(monkeypatch)
 
-    class Counted(kv_cpu.CodesLoop):
-        def __call__(self, query, *args):
-            found.append(query.dtype)
-            return super().__call__(query, *args)
 
-    monkeypatch.setattr(kv_cpu, "CodesLoop", Counted)
-    for cached in (kv_cpu.codes_loop, kv_cpu._compiled):
-        cached.cache_clear()
-    yield found
-    for cached in (kv_cpu.codes_loop, kv_cpu._compiled):
-        cached.cache_clear()
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Look for the module anew, and again afterwards."""
+    kv_tiles._codes_loop.cache_clear()
+    yield
+    kv_tiles._codes_loop.cache_clear()
 
 
 @torch.no_grad()
@@ -125,15 +121,15 @@ def test_gradients_dropout_and_float64_do_not(calls):
     assert not calls
 
 
-def test_a_checkpoint_without_the_module_decodes_by_pytorch(monkeypatch):
+def test_a_checkpoint_without_the_module_decodes_by_pytorch(monkeypatch, fresh, calls):
     model = quantized("llama", quantization())
     expected = in_parts(model, SIZES)
     monkeypatch.setitem(sys.modules, kv_cpu.__name__, None)
     monkeypatch.delattr(templates, "kv_cpu")
     kv_tiles._codes_loop.cache_clear()
-    assert kv_tiles._codes_loop() is None
+    calls.clear()
     found = in_parts(model, SIZES)
-    kv_tiles._codes_loop.cache_clear()
+    assert not calls
     assert largest(found - expected, expected) <= 1e-4
 
 

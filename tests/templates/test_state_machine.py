@@ -20,6 +20,7 @@ from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
 from tests.helpers.emitted import LOSSLESS
 from tests.helpers.families import largest, tokens
+from tests.helpers.loop_in_c import HAVE_COMPILER, counted
 from tests.helpers.reference import reference_logits
 from tests.helpers.tile_size import use_tiles_of
 
@@ -199,8 +200,10 @@ class CacheMachine(CacheOperations):
 @pytest.mark.parametrize("family", FULL)
 def test_any_operations_on_a_cache(family, stored, monkeypatch):
     use_tiles_of(STORED[stored].tile, monkeypatch)
+    calls = counted(monkeypatch)
     machine = type("CacheMachine", (CacheMachine,), {"family": family, "stored": stored})
     run_state_machine_as_test(
         machine,
         settings=settings(max_examples=40, stateful_step_count=20),
     )
+    assert bool(calls) == (stored.endswith("in C") and HAVE_COMPILER)

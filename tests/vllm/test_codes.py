@@ -10,11 +10,12 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvsurgery.templates import kv_cpu
+from kvsurgery.vllm import cpu_codes
 from kvsurgery.vllm.budgeted_codes import BudgetedCodes
 from kvsurgery.vllm.codes import CodesAttention
 from kvsurgery.vllm.groups import Groups
 from tests.helpers.families import make
+from tests.helpers.loop_in_c import HAVE_COMPILER, counted
 from tests.helpers.losses import losses
 from tests.helpers.surgery import Converted, random_profile
 from tests.vllm.models import MODELS
@@ -127,25 +128,29 @@ def read(model: torch.nn.Module, row: list[int], new: list[int], chunk: int) -> 
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_tokens_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_emitted_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch)
     checkpoint = converted("llama", tmp_path, **CACHES[kind])
     long = prompts(lengths=(430, 5))[0]
     with engine(checkpoint.folder) as llm:
         assert all(layer.kv_cache.dtype == torch.uint8 for layer in codes(llm))
         assert codes(llm)
-        assert_equal(generate(llm, SHORT, NEW), reference(checkpoint.model, SHORT, NEW), TOLERANCE)
+        found = generate(llm, SHORT, NEW)
+        assert bool(calls) == HAVE_COMPILER
+        assert_equal(found, reference(checkpoint.model, SHORT, NEW), TOLERANCE)
         assert_equal(generate(llm, [long], 30), [reference_by_token(checkpoint.model, long, 30)], TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["streaming-2", "windows-8"])
 def test_tokens_are_the_same_without_a_compiler(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain PyTorch attends to codes then."""
-    monkeypatch.setattr(kv_cpu, "_compiled", lambda *_: None)
-    kv_cpu.codes_loop.cache_clear()
+    monkeypatch.setattr(cpu_codes, "codes_loop", lambda *_: None)
+    calls = counted(monkeypatch)
     checkpoint = converted("llama", tmp_path, **CACHES[kind])
     with engine(checkpoint.folder, max_num_batched_tokens=96) as llm:
-        assert_equal(generate(llm, SHORT, NEW), reference(checkpoint.model, SHORT, NEW), TOLERANCE)
-    kv_cpu.codes_loop.cache_clear()
+        found = generate(llm, SHORT, NEW)
+        assert not calls
+        assert_equal(found, reference(checkpoint.model, SHORT, NEW), TOLERANCE)
 
 
 # what lies in vLLM's own dtype beside codes, by the family that has it
