@@ -23,8 +23,7 @@ class Tiling:
     """Which tokens of a head are in tiles, and which a query sees.
 
     The first `sink` tokens, the newest `residual` tokens and those of an incomplete tile stay unpacked. Beyond the
-    sinks, a query of a streaming head sees the `recent` latest tokens, and reads the tiles that were packed before it
-    came: so does the emitted model, which gathers the window before it stores a token.
+    sinks, a query of a streaming head sees the `recent` latest tokens.
     """
 
     sink: int
@@ -39,12 +38,7 @@ class Tiling:
     @property
     def newest(self) -> int:
         """Most of the newest tokens that a new token reads unpacked or packs, itself included."""
-        return self.residual + TILE + self.late
-
-    @property
-    def late(self) -> int:
-        """Tokens that come before a tile is read that could be packed."""
-        return int(self.recent < EVERY)
+        return self.residual + TILE
 
     def block(self, tiles: torch.Tensor, dropped: torch.Tensor | int = 0) -> torch.Tensor:
         """Index of the block that holds each tile, that of the tile's last token; blocks and tiles have the same size.
@@ -59,7 +53,7 @@ class Tiling:
 
         It counts the tiles that they read and those that have left their window.
         """
-        return (positions - self.sink - self.residual - self.late).clamp(min=0) // TILE
+        return (positions - self.sink - self.residual).clamp(min=0) // TILE
 
     def packed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Number of complete tiles in the first `tokens` tokens."""
