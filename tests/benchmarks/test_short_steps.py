@@ -12,6 +12,7 @@ import pytest
 from benchmarks.real_model import short_steps
 from kvsurgery.checkpoint.model import Model
 from kvsurgery.profile.head_profile import HeadProfile
+from tests.docs.pages import figures
 from tests.helpers.families import stock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,3 +44,6 @@ def test_the_docs_say_how_long_steps_take() -> None:
         ratios = [each["ratio"] for each in found["results"][name].values()]
         assert max(ratios) < 1.01
         assert ratios[-1] < 0.95
+    codes = {int(length): each["ratio"] for length, each in found["results"]["4 bits"].items()}
+    assert f"{max(codes.values()) - 1:.0%}" in figures("docs/results/speed.md", "takes up to")
+    assert all(ratio < 1 for length, ratio in codes.items() if length >= 1024)
