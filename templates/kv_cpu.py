@@ -470,7 +470,11 @@ def _located(tiles: Tiles) -> tuple[ctypes.Array, ctypes.Array]:
 
 @functools.cache
 def codes_loop(quantization: Quantization, head_dim: int, dtype: torch.dtype) -> CodesLoop | None:
-    """The loop for heads of this size with states of this dtype; None, with a warning, where it cannot be compiled."""
+    """The loop for heads of this size with states of this dtype.
+
+    None, with a warning, where it cannot be compiled; None too for float64, and for keys in groups of tokens that fill
+    no vectors.
+    """
     state = {torch.float32: "float", torch.float16: "_Float16", torch.bfloat16: "uint16_t"}.get(dtype)
     rows, columns = quantization.key_groups(head_dim)
     if state is None or (rows < TILE and TILE // rows % 16):  # tokens of a vector have one scale

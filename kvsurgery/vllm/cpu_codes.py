@@ -276,8 +276,8 @@ def _attend_to_unpacked(
     """As `_attend_to_codes`, where many queries share the work of unpacking tiles; `scoring` is not explicit."""
     size, allowed = query.shape[4], piece.allowed
     output, others = torch.empty_like(query), states.shape[2]
+    at_once = max(1, STATES // (2 * size * allowed.shape[2]))
     for request, row in enumerate(blocks):
-        at_once = max(1, STATES // (2 * size * allowed.shape[2]))
         for head in range(0, query.shape[1], at_once):
             some = slice(head, head + at_once)
             newest = states[request, some].unflatten(2, (2, size)).movedim(2, 0)
