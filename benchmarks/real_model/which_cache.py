@@ -305,6 +305,7 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=8, help="in each")
     parser.add_argument("--prompts", type=int, default=13, help="texts with facts")
     parser.add_argument("--new", type=int, default=96, help="tokens after each that are predicted")
+    parser.add_argument("--seed", type=int, default=0, help="of the places in the text, and of the facts")
     parser.add_argument("--at-end", action="store_true", help="also ask each question at the end of the text")
     parser.add_argument(
         "--reuse", type=Path, metavar="DIR", help="keep the MLPs' outputs for the texts there, for all caches and runs"
@@ -322,9 +323,11 @@ def main() -> None:
     assert tokenizer is not None  # for the checker: transformers' types say it may be
     settings = {name: getattr(arguments, name) for name in ("length", "facts", "prompts", "new")}
     haystack = Haystack.read(str(arguments.text), tokenizer, arguments.length + arguments.new + 1)
-    texts = prompts(tokenizer, haystack, arguments.length, arguments.facts, arguments.prompts, 0, arguments.new)
+    amounts = arguments.length, arguments.facts, arguments.prompts, arguments.seed, arguments.new
+    texts = prompts(tokenizer, haystack, *amounts)
     settings |= {"text": arguments.text.name} | ({"at_end": True} if arguments.at_end else {})
     settings |= {"dtype": arguments.dtype} if arguments.dtype != "float32" else {}
+    settings |= {"seed": arguments.seed} if arguments.seed else {}
     report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if report.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.json} was measured with {report['settings']}; give it another name")
