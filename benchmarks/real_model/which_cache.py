@@ -49,8 +49,11 @@ from kvsurgery.text.haystack import Haystack
 ORIGINAL = "original"
 SHARES = (0.35, 0.6, 0.2)  # of the cache, for presses to keep
 EAGER = "ObservedAttentionPress"  # H2O's score; it needs the attention matrix
-MASKS = "AdaKVPress"  # over SnapKV's score; it masks keys and frees nothing
-PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "TOVAPress", "StreamingLLMPress", "PyramidKVPress", EAGER, MASKS)
+ADAPTIVE = "AdaKVPress"  # over SnapKV's score; like KVzipPress it masks keys and frees nothing
+PRESSES = (
+    *("SnapKVPress", "KVzipPress", "ExpectedAttentionPress", "TOVAPress", "StreamingLLMPress", "PyramidKVPress"),
+    *(EAGER, ADAPTIVE),
+)
 # what each backend scales: keys by channel where it can, values by token
 AXES = {"quanto": (-1, 0), "hqq": (1, 1)}
 
@@ -131,7 +134,7 @@ class Pressed(Contender):
 
     def press(self, library: Any) -> Any:
         """The press, out of kvpress."""
-        if self.series == MASKS:
+        if self.series == ADAPTIVE:
             return library.AdaKVPress(library.SnapKVPress(compression_ratio=1 - self.share))
         return getattr(library, self.series)(compression_ratio=1 - self.share)
 
