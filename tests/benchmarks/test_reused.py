@@ -49,3 +49,16 @@ def test_other_states_are_computed(model: LlamaForCausalLM, tmp_path: Path) -> N
     reused = ReusedOutputs(tmp_path)
     assert torch.allclose(logits(model, reused, text), expected, atol=1e-6)
     assert (reused.computed, reused.reused) == (2, 1)
+
+
+@torch.inference_mode()
+def test_tokens_after_the_text_are_computed(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    text, after = np.arange(20), torch.arange(7)[None]
+    logits(model, ReusedOutputs(tmp_path), text)
+    reused = ReusedOutputs(tmp_path)
+    with reused.reading(model, text):
+        cache = model(torch.from_numpy(text)[None]).past_key_values
+        following = model(after, past_key_values=cache).logits
+    whole = torch.cat((torch.from_numpy(text)[None], after), 1)
+    assert torch.allclose(following, model(whole).logits[:, len(text) :], atol=1e-5)
+    assert (reused.computed, reused.reused) == (LAYERS, LAYERS)
