@@ -147,7 +147,11 @@ class Pressed(Contender):
         if kvpress is None:
             raise ImportError("kvpress is not installed")
         with self.press(kvpress)(model):
-            return super().read(model, text)
+            cache = super().read(model, text)
+        for layer in cache.layers:  # KVzip leaves views of what it has read after the text
+            layer.keys = layer.keys.contiguous()
+            layer.values = layer.values.contiguous()
+        return cache
 
 
 @dataclass(frozen=True, kw_only=True)
