@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,9 +39,17 @@ from kvsurgery.vllm.budgeted import groups_of
 from kvsurgery.vllm.quantized import holds_codes
 
 BLOCK = 32  # tokens; the CPU's kernels take multiples
-ITEMSIZES = {"float32": 4, "bfloat16": 2}
+FP8 = "fp8"  # vLLM's own quantized cache
+ITEMSIZES = {"float32": 4, "bfloat16": 2, FP8: 1}
 ORIGINAL = "original"
 SLICE = 10.0  # seconds that an engine works while the others wait
+
+
+class Served(NamedTuple):
+    """A checkpoint, and the cache that vLLM serves it with."""
+
+    folder: Path
+    cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Result:
 
 
 def block_bytes(config: dict[str, Any], dtype: str) -> int:
-    """Bytes of a block of vLLM's pool for a config, converted or not."""
+    """Bytes of a block of vLLM's pool for a config, converted or not, and the dtype of a cache without codes."""
     itemsize = ITEMSIZES[dtype]
     if "kv_surgery" in config:
         layout = KVLayout.from_config(config)
@@ -89,7 +97,7 @@ def block_bytes(config: dict[str, Any], dtype: str) -> int:
     return model.layers * model.kv_heads * BLOCK * 2 * model.head_dim * itemsize
 
 
-def serve(folder: Path, load: Load, pipe: Connection) -> None:
+def serve(served: Served, load: Load, pipe: Connection) -> None:
     """A process with an engine: runs the load whenever it is told to."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1"
@@ -97,10 +105,12 @@ def serve(folder: Path, load: Load, pipe: Connection) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
-    block = block_bytes(read_config(folder), load.dtype)
+    stored = load.dtype if served.cache_dtype == "auto" else served.cache_dtype
+    block = block_bytes(read_config(served.folder), stored)
     llm = LLM(
-        str(folder),
+        str(served.folder),
         dtype=load.dtype,
+        kv_cache_dtype=served.cache_dtype,
         enforce_eager=True,
         max_model_len=load.prompt + load.new,
         max_num_seqs=load.at_once,
@@ -173,12 +183,12 @@ def _percentiles(seconds: Any) -> tuple[float, float]:
 
 
 @contextmanager
-def engines(folders: dict[str, Path], load: Load) -> Generator[dict[str, Connection]]:
-    """A process for each folder, started one after the other."""
+def engines(models: dict[str, Served], load: Load) -> Generator[dict[str, Connection]]:
+    """A process for each, started one after the other."""
     context, pipes, processes = get_context("spawn"), {}, []
-    for name, folder in folders.items():
+    for name, served in models.items():
         pipes[name], child_pipe = context.Pipe()
-        processes.append(context.Process(target=serve, args=(folder, load, child_pipe)))
+        processes.append(context.Process(target=serve, args=(served, load, child_pipe)))
         processes[-1].start()
         child_pipe.close()  # so that a process that ends early is noticed
         assert pipes[name].recv() == "ready"
@@ -206,8 +216,8 @@ def recipes(options: argparse.Namespace) -> dict[str, Recipe]:
     return found
 
 
-def conversions(source: Path, out: Path, options: argparse.Namespace) -> dict[str, Path]:
-    """The original's folder, and folders of its conversions."""
+def models(source: Path, out: Path, options: argparse.Namespace) -> dict[str, Served]:
+    """The original, and its conversions in folders in `out`."""
     config = read_config(source)
     model = Model.of(config).dimensions
     if options.profile:
@@ -215,12 +225,14 @@ def conversions(source: Path, out: Path, options: argparse.Namespace) -> dict[st
     else:  # which heads are full does not change how much is stored
         scores = np.random.default_rng(0).random((model.layers, model.kv_heads), dtype=np.float32)
         profile = HeadProfile(scores, "duo", "kv", str(source), model)
-    folders = {ORIGINAL: source}
+    found = {ORIGINAL: Served(source)}
+    if options.fp8:
+        found[f"{ORIGINAL}, {FP8}"] = Served(source, FP8)
     for name, recipe in recipes(options).items():
         folder = out / name.replace(" ", "-")
         convert(source, folder, profile, recipe)
-        folders[name] = folder
-    return folders
+        found[name] = Served(folder)
+    return found
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -239,9 +251,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         options.dtype,
     )
     with tempfile.TemporaryDirectory() as out:
-        folders = conversions(options.source, Path(out), options)
-        turns: dict[str, list[Result]] = {name: [] for name in folders}
-        with engines(folders, load) as pipes:
+        compared = models(options.source, Path(out), options)
+        turns: dict[str, list[Result]] = {name: [] for name in compared}
+        with engines(compared, load) as pipes:
             for _ in range(options.turns):
                 working = {**pipes}
                 while working:
@@ -297,6 +309,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25], help="of heads that stay full")
     parser.add_argument("--bits", type=int, nargs="+", default=[16], help="of the cache; 16 is the model's dtype")
+    parser.add_argument("--fp8", action="store_true", help="also serve the original with vLLM's cache of 8-bit floats")
     parser.add_argument("--budgets", type=int, nargs="*", default=[], help="of heads, in place of streaming ones")
     parser.add_argument("--sink", type=int, default=16)
     parser.add_argument("--recent", type=int, default=64)
@@ -307,7 +320,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a step")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--dtype", choices=[*ITEMSIZES], default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     report = measure(options)

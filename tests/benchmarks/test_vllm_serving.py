@@ -16,19 +16,21 @@ MODEL = ROOT / "examples" / "tiny-recall" / "model"
 
 
 def test_conversions_have_the_shares_of_full_heads_that_are_asked_for(tmp_path: Path) -> None:
-    options = Namespace(profile=None, sink=4, recent=8, shares=[0.25, 0.5], bits=[16], budgets=[])
-    folders = vllm_serving.conversions(MODEL, tmp_path, options)
-    assert [*folders] == ["original", "25% full", "50% full"]
-    layouts = [KVLayout.from_config(read_config(folder)) for name, folder in folders.items() if name != "original"]
+    options = Namespace(profile=None, sink=4, recent=8, shares=[0.25, 0.5], bits=[16], budgets=[], fp8=True)
+    models = vllm_serving.models(MODEL, tmp_path, options)
+    assert [*models] == ["original", "original, fp8", "25% full", "50% full"]
+    original, in_floats, *converted = models.values()
+    assert (original, in_floats) == ((MODEL, "auto"), (MODEL, "fp8"))
+    layouts = [KVLayout.from_config(read_config(served.folder)) for served in converted]
     heads = sum(layer.heads for layer in layouts[0].layers)
     assert [sum(layer.full for layer in layout.layers) for layout in layouts] == [heads // 4, heads // 2]
     assert {(layer.sink, layer.recent) for layout in layouts for layer in layout.layers} == {(4, 8)}
 
 
 def test_conversions_have_the_bits_and_budgets_that_are_asked_for(tmp_path: Path) -> None:
-    options = Namespace(profile=None, sink=4, recent=8, shares=[1.0, 0.5], bits=[16, 4], budgets=[32])
-    folders = vllm_serving.conversions(MODEL, tmp_path, options)
-    layouts = {name: KVLayout.from_config(read_config(folder)) for name, folder in [*folders.items()][1:]}
+    options = Namespace(profile=None, sink=4, recent=8, shares=[1.0, 0.5], bits=[16, 4], budgets=[32], fp8=False)
+    models = vllm_serving.models(MODEL, tmp_path, options)
+    layouts = {name: KVLayout.from_config(read_config(served.folder)) for name, served in [*models.items()][1:]}
     kinds = ["50% full", "budgets of 32"]
     assert [*layouts] == [*kinds, "100% full, 4 bits", *(f"{kind}, 4 bits" for kind in kinds)]
     for name, layout in layouts.items():
