@@ -6,6 +6,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
+
 from benchmarks import vllm_serving
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.templates.kv_layout import KVLayout
@@ -56,6 +58,15 @@ def test_what_the_docs_say_of_quantized_caches_and_budgets() -> None:
     assert {*throughput, *concurrency, *most} <= figures("docs/vllm.md", "requests run at once")
     assert all(results[name]["preemptions"] > results["original"]["preemptions"] for name in (codes, streaming))
     assert str(report["load"]["requests"]) in figures("docs/vllm.md", "In another run")
+
+
+def test_what_the_docs_say_beside_vllms_8_bit_floats() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "vllm-serving-bfloat16.json").read_text())
+    floats, codes, streaming = (report["ratios"][name] for name in [*report["ratios"]][1:])
+    assert codes["concurrency"] == pytest.approx(floats["concurrency"], abs=0.1)
+    throughput = {f"{ratios['requests_per_cpu_second']:.2f}" for ratios in (floats, codes, streaming)}
+    shown = {*throughput, f"{streaming['concurrency']:.1f}"}
+    assert shown <= figures("docs/vllm.md", "as many requests at once as 8-bit floats")
 
 
 def test_what_the_docs_say_of_codes_at_equal_load() -> None:
