@@ -60,14 +60,14 @@ class BudgetedHeads(nn.Module):
         self,
         attention: Attention,
         layer: LayerLayout,
-        bins: list[Bin],
+        bins: dict[str, Bin],
         sinks: dict[str, torch.Tensor],
         settings: dict[str, Any],
         kinds: Sequence[Callable[..., BudgetedAttention]],
     ) -> None:
-        """Take the place of a layer's stock attention, with its learned sinks and settings, in a bin for each head.
+        """Take the place of a layer's stock attention, with its learned sinks and settings.
 
-        Of `kinds`, each makes the attention of a head.
+        `bins` has the bin of each head, by the head's name in vLLM. Of `kinds`, each makes the attention of a head.
         """
         super().__init__()
         assert layer.selection is not None  # as there are budgets
@@ -76,14 +76,14 @@ class BudgetedHeads(nn.Module):
             kind(
                 num_heads=group,
                 num_kv_heads=1,
-                prefix=f"{attention.layer_name}.budgeted{index}",
+                prefix=name,
                 budget=budget,
                 selection=layer.selection,
                 bin=bin,
-                **{name: logits[index * group : (index + 1) * group] for name, logits in sinks.items()},
+                **{option: logits[index * group : (index + 1) * group] for option, logits in sinks.items()},
                 **settings,
             )
-            for index, (budget, bin, kind) in enumerate(zip(layer.budgets, bins, kinds, strict=True))
+            for index, (budget, (name, bin), kind) in enumerate(zip(layer.budgets, bins.items(), kinds, strict=True))
         )
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from kvsurgery.templates.kv_layout import KVLayout, has_states, setting, text_co
 from kvsurgery.vllm.architectures import ARCHITECTURES
 from kvsurgery.vllm.budgeted import BudgetedGroups, groups_of
 from kvsurgery.vllm.groups import Groups, window_sizes
+from kvsurgery.vllm.processes import common_part
 from kvsurgery.vllm.quantized import holds_codes, kernels_read
 
 BLOCK = 16  # tokens; vLLM's own choice on a GPU
@@ -74,9 +75,9 @@ def forecast(config: Any) -> Forecast:
     """
     layout = servable_layout(config)
     for processes in reversed(layout.processes):
-        first, *others = layout.parts(processes)
-        if all(other == first for other in others):
-            groups = groups_of(first, BLOCK, quantized=holds_codes_anywhere(first, config))
+        part = common_part(layout, processes)
+        if part is not None:
+            groups = groups_of(part, BLOCK, quantized=holds_codes_anywhere(part, config))
             prediction = Forecast.of(groups, lengths_of(config)[-1], processes)
             return replace(prediction, text_only=has_bidirectional_images(config))
     raise AssertionError("one process holds all heads")
@@ -127,7 +128,7 @@ def ignored(config: Any, codes: bool) -> Iterator[str]:
             "trust_remote_code=True for these"
         )
     if has_budgets(config):
-        yield "vLLM serves budgeted heads in one process, without its prefix cache, and refuses beams"
+        yield "vLLM serves budgeted heads without its prefix cache, and refuses beams"
 
 
 def has_budgets(config: Any) -> bool:

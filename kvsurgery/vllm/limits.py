@@ -12,6 +12,7 @@ from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_rounding import with_factors
 from kvsurgery.vllm.architectures import DENSE
 from kvsurgery.vllm.forecast import ELSEWHERE, has_bidirectional_images, ignored, servable_layout
+from kvsurgery.vllm.processes import common_part
 from kvsurgery.vllm.quantized import have_kernels, in_models_dtype, in_pages
 
 logger = init_logger("vllm.kvsurgery")
@@ -85,7 +86,7 @@ def check(vllm_config: Any) -> None:
 
 
 def checked_layout(vllm_config: Any) -> KVLayout:
-    """The heads of one process of tensor parallelism, which are the same in every process.
+    """The heads of a checkpoint, of which every process of tensor parallelism gets as many of each kind.
 
     Raises:
         ServingError: the checkpoint or a setting cannot be served; the message says what to do.
@@ -103,7 +104,8 @@ def checked_layout(vllm_config: Any) -> KVLayout:
             "kvsurgery: without vLLM's hybrid KV cache manager streaming heads compute what they should, but nothing "
             "of their KV cache is freed"
         )
-    return _one_process(layout, vllm_config)
+    _check_processes(layout, vllm_config)
+    return layout
 
 
 def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
@@ -157,8 +159,6 @@ def _check_budget_settings(vllm_config: Any) -> None:
         raise ServingError(
             f"on a GPU, budgeted heads have a kernel in 16 bit on NVIDIA's from Ampere on only; {ELSEWHERE}"
         )
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        raise ServingError(f"budgeted heads are served by one process; leave out --tensor-parallel-size, {ORIGINAL}")
     if vllm_config.speculative_config is not None:
         raise ServingError(f"speculative decoding has not been tested with budgeted heads; leave it out, {ORIGINAL}")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
@@ -168,21 +168,21 @@ def _check_budget_settings(vllm_config: Any) -> None:
         )
 
 
-def _one_process(layout: KVLayout, vllm_config: Any) -> KVLayout:
+def _check_processes(layout: KVLayout, vllm_config: Any) -> None:
+    """Raise ServingError where the heads cannot be shared among the processes."""
     processes = vllm_config.parallel_config.tensor_parallel_size
     if processes not in layout.processes:
         raise ServingError(
             f"the heads of this checkpoint are laid out for {' or '.join(map(str, layout.processes))} processes; "
             f"convert with --tp {processes} for --tensor-parallel-size {processes}"
         )
-    first, *others = layout.parts(processes)
-    if any(other != first for other in others):
+    part = common_part(layout, processes)
+    if part is None:
         raise ServingError("vLLM needs equal numbers of full heads in all processes; convert without --tp-uneven")
     architectures = vllm_config.model_config.hf_config.architectures or ()
-    if LEARNED_SINKS in architectures and any(layer.scattered for layer in first.layers):
+    if LEARNED_SINKS in architectures and any(layer.scattered for layer in part.layers):
         count = max(layout.processes)
         raise ServingError(
             f"learned sinks of heads that are laid out for {count} processes cannot be served by {processes}; use "
             f"--tensor-parallel-size {count}, or convert without --tp"
         )
-    return first

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -25,6 +26,7 @@ from kvsurgery.vllm.codes import CodesAttention
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups, Place
 from kvsurgery.vllm.limits import logger
+from kvsurgery.vllm.processes import common_part, places
 from kvsurgery.vllm.quantized import in_pages
 from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
 from kvsurgery.vllm.tiles import Tiling
@@ -130,12 +132,21 @@ class SharedAttention(nn.Module):
 
 
 def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> None:
-    """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
+    """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay.
+
+    Cache groups are those of the heads that all processes have in common, as vLLM frees the same blocks in all.
+    Budgeted heads have the budgets of this process, and the names and cache groups of their places.
+    """
+    processes = vllm_config.parallel_config.tensor_parallel_size
+    common = common_part(layout, processes)
+    assert common is not None  # or `checked_layout` has refused it
+    part = layout.parts(processes)[get_tensor_model_parallel_rank()]
+    place_of = places(part)
     size, itemsize = vllm_config.cache_config.block_size or BLOCK, vllm_config.model_config.dtype.itemsize
-    quantized = in_pages(layout, vllm_config)
+    quantized = in_pages(common, vllm_config)
     state = _state_bytes(model, vllm_config) if quantized else 0
-    groups = Groups(layout, size, itemsize, quantized, state, _drafts(layout, vllm_config))
-    budgeted = BudgetedGroups(layout, size, itemsize, quantized)
+    groups = Groups(common, size, itemsize, quantized, state, _drafts(common, vllm_config))
+    budgeted = BudgetedGroups(common, size, itemsize, quantized)
     attentions: list[tuple[nn.Module, str, Attention]] = [
         (parent, name, child)
         for parent in model.modules()
@@ -150,7 +161,7 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
             setattr(parent, name, SharedAttention(replaced[source]))
             continue
         index = extract_layer_index(attention.layer_name)
-        layer = layout.layers[index]
+        layer = part.layers[index]
         window = (
             attention.attention_chunk_size if isinstance(attention, ChunkedLocalAttention) else attention.sliding_window
         )
@@ -167,8 +178,9 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
             if groups.quantized:
                 _change_spec(attention, partial(replace, block_size=groups.native_size))
             continue
-        bins = [budgeted.bins[index, head] for head in range(len(layer.budgets))]
-        replaced[attention.layer_name] = split = _split(attention, index, groups, bins, vllm_config)
+        own_places = [place_of[index, head] for head in range(len(layer.budgets))]
+        bins = {"layers.{}.budgeted{}".format(*place): budgeted.bins[place] for place in own_places}
+        replaced[attention.layer_name] = split = _split(attention, layer, index, groups, bins, vllm_config)
         setattr(parent, name, split)
     _prepare_mamba(model, vllm_config)
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
@@ -253,9 +265,10 @@ def _announce(split_modules: list[SplitAttention], groups: Groups | BudgetedGrou
     )
 
 
-def _split(attention: Attention, index: int, groups: Groups, bins: list[Bin], vllm_config: Any) -> SplitAttention:
-    """Two attentions in the place of a layer's stock one, with its settings; budgeted heads are in bins."""
-    layer = groups.layout.layers[index]
+def _split(
+    attention: Attention, layer: LayerLayout, index: int, groups: Groups, bins: dict[str, Bin], vllm_config: Any
+) -> SplitAttention:
+    """Two attentions in the place of a layer's stock one, with its settings; `bins` are by the names of heads."""
     group = attention.num_heads // attention.num_kv_heads
     settings = {
         "head_size": attention.head_size,

@@ -54,6 +54,23 @@ def test_heads_in_blocks_are_served_over_as_many_processes() -> None:
     assert forecast(config(uneven)).command("DIR") == "vllm serve DIR"
 
 
+def test_processes_get_blocks_for_the_largest_of_their_budgets() -> None:
+    layer = {"blocks": [[1, 1], [1, 1]], "budgets": [4, 100]}
+    expected = forecast(config([layer], selection=SELECTION))
+    assert expected.command("DIR") == "vllm serve DIR --tensor-parallel-size 2"
+    page = 16 * 2 * 128 * 2
+    # what precedes 100 tokens and the window of 4 is freed
+    assert expected.kv_bytes == (131_072 // 16 + 104 // 16 + 1) * page
+    assert expected.dense_bytes == 2 * 131_072 // 16 * page
+    uneven = {"blocks": [[2, 0], [0, 2]], "budgets": [4, 100]}
+    alone, limit = (
+        forecast(config([uneven], selection=SELECTION)),
+        serving_limits(config([uneven], selection=SELECTION)),
+    )
+    assert alone.command("DIR") == "vllm serve DIR"
+    assert any("1 of 2 processes" in line for line in limit)
+
+
 def test_the_command_leaves_out_images_that_are_refused() -> None:
     text = {**config(), "use_bidirectional_attention": "vision"}
     assert forecast({**config(), "text_config": text}).command("DIR") == "vllm serve DIR --language-model-only"
@@ -77,7 +94,7 @@ QUANTIZATION = asdict(Quantization(4))
 def test_models_whose_layers_have_states_beside_their_heads(stateful: dict) -> None:
     budgets, quantized = config([BUDGETS] * 2, selection=SELECTION), config(quantization=QUANTIZATION)
     [limit] = serving_limits(budgets)
-    assert "budgeted heads in one process" in limit
+    assert "budgeted heads without its prefix cache" in limit
     assert not serving_limits(quantized)
     assert forecast(quantized).kv_bytes < 0.4 * forecast(config()).kv_bytes
     [limit] = serving_limits({**budgets, **stateful})

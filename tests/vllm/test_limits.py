@@ -32,6 +32,8 @@ from tests.vllm.serving import converted, engine
 
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
 BUDGETS = {"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}
+UNEVEN_BUDGETS = {"blocks": [[1, 1], [0, 2]], "budgets": [4, 4, 4]}
+IN_BLOCKS = {"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}
 NATIVE = {"blocks": [[0, 4]], "sink": 0, "recent": 8, "native": True}
 TILES = asdict(Quantization(8)) | {"sink": [4, 8]}  # pages hold no codes where sinks differ
 BIDIRECTIONAL = {"use_bidirectional_attention": "vision"}
@@ -81,9 +83,9 @@ def with_kv_scales(name: str) -> Any:
 REFUSED = {
     "scales of the KV cache": (with_kv_scales("kv_cache_scheme"), "scales that split heads do not have"),
     "ModelOpt's scales": (with_kv_scales("kv_cache_quant_algo"), "scales that split heads do not have"),
-    "budgets": (
-        settings(BUDGETS, parallel={"tensor_parallel_size": 2}),
-        "leave out --tensor-parallel-size",
+    "uneven budgets": (
+        settings({**BUDGETS, "layers": [UNEVEN_BUDGETS] * 2}, parallel={"tensor_parallel_size": 2}),
+        "without --tp-uneven",
     ),
     "budgets that hold": (
         settings({**BUDGETS, "selection": {**SELECTION, "hold": 4}}),
@@ -127,9 +129,7 @@ REFUSED = {
         "without --tp-uneven",
     ),
     "learned sinks": (
-        settings(
-            {"layers": [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}] * 2}, architecture="GptOssForCausalLM"
-        ),
+        settings({"layers": [IN_BLOCKS] * 2}, architecture="GptOssForCausalLM"),
         "use --tensor-parallel-size 2",
     ),
     "bidirectional images": (settings(text=BIDIRECTIONAL), "in both directions .* --language-model-only"),
@@ -303,10 +303,11 @@ def test_what_is_not_converted_is_left_to_vllm(architecture: str, monkeypatch: p
     assert checked.verify_and_update_model_config == base.verify_and_update_model_config
 
 
-def test_each_process_has_its_part_of_the_heads() -> None:
-    layers = [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}] * 2
-    layout = checked_layout(settings({"layers": layers}, parallel={"tensor_parallel_size": 2}))
-    assert [layer.blocks for layer in layout.layers] == [((1, 1),)] * 2
+def test_processes_may_have_budgets_of_their_own() -> None:
+    layer = {"blocks": [[1, 1], [1, 1]], "budgets": [4, 9]}
+    parallel = {"tensor_parallel_size": 2}
+    layout = checked_layout(settings({**BUDGETS, "layers": [layer] * 2}, parallel=parallel))
+    assert [layer.budgets for layer in layout.layers] == [(4, 9)] * 2
 
 
 def test_text_is_served_where_images_are_refused() -> None:
