@@ -171,9 +171,16 @@ def _check_budget_settings(vllm_config: Any) -> None:
 def _check_processes(layout: KVLayout, vllm_config: Any) -> None:
     """Raise ServingError where the heads cannot be shared among the processes."""
     processes = vllm_config.parallel_config.tensor_parallel_size
+    laid_out = " or ".join(map(str, layout.processes))
+    undivided = [layer.heads for layer in layout.layers if layer.heads % processes]
+    if undivided:
+        raise ServingError(
+            f"the {undivided[0]} KV heads of a layer do not divide over {processes} processes, and the plugin does not "
+            f"copy heads; use --tensor-parallel-size {laid_out}, {ORIGINAL}"
+        )
     if processes not in layout.processes:
         raise ServingError(
-            f"the heads of this checkpoint are laid out for {' or '.join(map(str, layout.processes))} processes; "
+            f"the heads of this checkpoint are laid out for {laid_out} processes; "
             f"convert with --tp {processes} for --tensor-parallel-size {processes}"
         )
     part = common_part(layout, processes)

@@ -121,6 +121,10 @@ REFUSED = {
         "fast-prefill has not been tested; leave it out",
     ),
     "processes": (settings(parallel={"tensor_parallel_size": 2}), "convert with --tp 2"),
+    "more processes than heads": (
+        settings({"layers": [IN_BLOCKS] * 2}, parallel={"tensor_parallel_size": 8}),
+        "the 4 KV heads of a layer do not divide over 8 processes, .* use --tensor-parallel-size 1 or 2",
+    ),
     "uneven": (
         settings(
             {"layers": [{"blocks": [[2, 0], [0, 2]], "sink": 4, "recent": 8}] * 2},
