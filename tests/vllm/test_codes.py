@@ -91,17 +91,21 @@ def test_errors_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> Non
         losses(profile.model, rounded=True).save(tmp_path / "losses.safetensors")
         options = {"kv_measured": str(tmp_path / "losses.safetensors")}
     checkpoint = converted("llama", tmp_path / "quantized", **WIDTHS[kind], **options)
-    if kind in BY_LAYER:
-        path = checkpoint.folder / "config.json"
-        config = json.loads(path.read_text())
-        config["kv_surgery"]["quantization"] |= BY_LAYER[kind]
-        path.write_text(json.dumps(config))
+    change_quantization(checkpoint.folder, BY_LAYER.get(kind, {}))
     unquantized = {name: value for name, value in WIDTHS[kind].items() if not name.startswith("kv_")}
     exact = converted("llama", tmp_path / "exact", **unquantized)
     with engine(checkpoint.folder) as llm:
         assert codes(llm)
         generated = generate(llm, SHORT, NEW)
     assert_errors_are_small(SHORT, generated, checkpoint, exact)
+
+
+def change_quantization(folder: Path, changes: dict[str, list]) -> None:
+    """Change how the cache of a converted checkpoint is quantized."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["kv_surgery"]["quantization"] |= changes
+    path.write_text(json.dumps(config))
 
 
 def assert_errors_are_small(

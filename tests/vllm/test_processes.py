@@ -28,7 +28,7 @@ from tests.vllm.serving import (
     prompts,
     reference,
 )
-from tests.vllm.test_codes import TOLERANCE
+from tests.vllm.test_codes import BY_LAYER, TOLERANCE, change_quantization
 
 SELECTION = Selection(window=4)
 
@@ -145,7 +145,7 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], int, float]] = {
     "whole prompts": ({"tp": 2}, 512, 1e-3),
     # full heads of a process lie in two places
     "chunks, laid out for four": ({"tp": 4, "model": EIGHT_HEADS}, 48, 1e-3),
-    "codes": ({"tp": 2, "sparsity": 1, "budget": 130, "kv_bits": 4, "kv_residual": 0}, 48, TOLERANCE),
+    "codes by layer": ({"tp": 2, "sparsity": 1, "budget": 130, "kv_bits": 4, "kv_residual": 0}, 48, TOLERANCE),
 }
 ROWS = prompts(lengths=(3, 31, 33, 130, 300))
 
@@ -155,6 +155,8 @@ def test_two_processes_give_the_tokens_of_one_and_of_the_emitted_model(
     options: dict[str, Any], chunk: int, tolerance: float, tmp_path: Path
 ) -> None:
     checkpoint = converted("llama", tmp_path, **{**BUDGETED, **options})
+    if "kv_bits" in options:
+        change_quantization(checkpoint.folder, BY_LAYER["budgets in some layers"])
     layout = KVLayout.from_config(read_config(checkpoint.folder))
     first, second = layout.parts(2)
     assert sorted(budgets_of(first)) != sorted(budgets_of(second))
