@@ -7,7 +7,6 @@ computes, and the blocks before can be freed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,14 +42,6 @@ class Reading:
     prompt: int
     table: torch.Tensor
 
-    @cached_property
-    def first_block(self) -> int:
-        """Its first block, which no other request has: blocks of budgeted heads are not shared.
-
-        This waits for the device.
-        """
-        return int(self.table[0])
-
 
 class SelectingImpl:
     """The part of an attention of one KV head that selects."""
@@ -75,12 +66,16 @@ class SelectingImpl:
             return
         begin = max(request.past, start) - request.past
         held = query[request.start + begin : request.start + cut - request.past]
-        if request.past > start:
-            held = torch.cat((layer.waiting.pop(request.first_block), held))
-        if cut < request.prompt:
-            layer.waiting[request.first_block] = held.clone()
-        else:
-            self._move(layer, request, self._chosen(layer, request, held, kv_cache), first, kv_cache)
+        if request.past > start or cut < request.prompt:
+            block = int(
+                request.table[start // kv_cache.shape[2]]
+            )  # that no other request has: tokens move to before it
+            if request.past > start:
+                held = torch.cat((layer.waiting.pop(block), held))
+            if cut < request.prompt:
+                layer.waiting[block] = held.clone()
+                return
+        self._move(layer, request, self._chosen(layer, request, held, kv_cache), first, kv_cache)
 
     def _places(self, request: Reading, positions: torch.Tensor, kv_cache: torch.Tensor) -> Places:
         size = kv_cache.shape[2]

@@ -128,7 +128,10 @@ def ignored(config: Any, codes: bool) -> Iterator[str]:
             "trust_remote_code=True for these"
         )
     if has_budgets(config):
-        yield "vLLM serves budgeted heads without its prefix cache, and refuses beams"
+        yield (
+            "vLLM serves budgeted heads, and refuses beams; its prefix cache holds no answers, and "
+            "prompts without the tokens that heads keep"
+        )
 
 
 def has_budgets(config: Any) -> bool:

@@ -62,12 +62,13 @@ def check(vllm_config: Any) -> None:
         return
     layout = checked_layout(vllm_config)
     budgets = any(layer.budgets for layer in layout.layers)
+    codes = in_pages(layout, vllm_config)
     if budgets:
         from kvsurgery.vllm.requests import refuse_beams_and_growing_prompts  # imports the classes of vLLM's server
 
-        vllm_config.cache_config.enable_prefix_caching = False  # heads move tokens, in blocks that others would share
         refuse_beams_and_growing_prompts()
-    codes = in_pages(layout, vllm_config)
+        if codes:
+            vllm_config.cache_config.enable_prefix_caching = False  # heads move tokens into blocks that others share
     for line in ignored(config, codes=codes):
         logger.warning("kvsurgery: %s", line)
     if (codes or budgets) and not current_platform.is_cpu():

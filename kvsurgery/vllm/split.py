@@ -22,6 +22,7 @@ from kvsurgery.templates.kv_codes import nearest
 from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
 from kvsurgery.vllm.budgeted import Bin, BudgetedGroups
+from kvsurgery.vllm.budgeted_spec import PromptsSpec
 from kvsurgery.vllm.codes import CodesAttention
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups, Place
@@ -184,6 +185,10 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
         setattr(parent, name, split)
     _prepare_mamba(model, vllm_config)
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
+    if budgeted.bins:
+        for module in split_modules:
+            if module.full is not None and not quantized:
+                _change_spec(module.full, PromptsSpec.of)
     if split_modules:
         _announce(split_modules, budgeted if budgeted.bins else groups, vllm_config)
     scheduler = vllm_config.scheduler_config

@@ -259,9 +259,10 @@ def test_budgeted_heads_are_served_on_a_gpu_that_has_kernels(lines: list[str], m
         assert not any("ignores the quantized cache" in line for line in lines)
 
 
-@pytest.mark.parametrize(("section", "cached"), [({}, True), (BUDGETS, False)], ids=["streaming", "budgets"])
-def test_blocks_that_budgeted_heads_overwrite_are_not_shared(section: dict[str, Any], cached: bool) -> None:
-    config = settings(section)
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("section", [{}, BUDGETS], ids=["streaming", "budgets"])
+def test_the_prefix_cache_is_on_or_off_as_asked_for(section: dict[str, Any], cached: bool) -> None:
+    config = settings(section, cache={"enable_prefix_caching": cached})
     start(config)
     assert config.cache_config.enable_prefix_caching == cached
 

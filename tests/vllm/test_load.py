@@ -32,11 +32,12 @@ LATEST = 20  # requests, of which one is cancelled at times
     [
         ({}, 40, True, 1e-3),
         ({}, 34, False, 1e-3),
+        (BUDGETED, 40, True, 1e-3),
         (BUDGETED, 40, False, 1e-3),
         (CODES, 90, True, TOLERANCE),
         (CODES, 60, False, TOLERANCE),
     ],
-    ids=["streaming", "lean", "budgeted", "quantized", "quantized and lean"],
+    ids=["streaming", "lean", "budgeted", "budgeted, none shared", "quantized", "quantized and lean"],
 )
 def test_no_block_is_lost_and_no_token_is_wrong(
     cache: dict[str, Any], blocks: int, cached: bool, tolerance: float, tmp_path: Path

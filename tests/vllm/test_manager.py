@@ -6,7 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,10 +16,19 @@ from vllm.utils.hashing import sha256
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from kvsurgery.vllm.budgeted_spec import BudgetedManager, BudgetedNewestManager, BudgetedNewestSpec, BudgetedSpec
+from kvsurgery.vllm.budgeted_spec import (
+    BudgetedManager,
+    BudgetedNewestManager,
+    BudgetedNewestSpec,
+    BudgetedSpec,
+    PromptsManager,
+    PromptsSpec,
+    WholePromptManager,
+)
 from kvsurgery.vllm.manager import SinkWindowManager
 from kvsurgery.vllm.spec import ChunkSpec, CodesSpec, SinkWindowSpec
 
@@ -48,6 +57,10 @@ class Full:
     def read(self, query: int, prompt: int) -> Iterable[int]:
         """Tokens that the query at a position reads, after a prompt of so many tokens or within it."""
         return range(query + 1)
+
+    def moved(self, prompt: int) -> Iterable[int]:
+        """Places that heads write to when they have selected from a complete prompt; none here."""
+        return ()
 
     def check(self, blocks: list[int], past: int, prompt: int, chunk: int) -> None:
         """Assert that a request with these blocks holds no more than it must, in a step of at most `chunk` tokens."""
@@ -106,6 +119,9 @@ class Newest(Streaming):
 class BudgetedCodes(Codes):
     """Tiles that end after the places before what heads keep."""
 
+    def moved(self, prompt: int) -> Iterable[int]:
+        return range(max(prompt - self.spec.kept, 0), prompt)
+
     def read(self, query: int, prompt: int) -> Iterable[int]:
         first = max(prompt - self.spec.kept, 0)
         return [end for end in super().read(query, prompt) if query >= prompt and end >= first]
@@ -113,6 +129,9 @@ class BudgetedCodes(Codes):
 
 class Budgeted(Full):
     """The places that a head moves tokens to once the prompt is complete, and later tokens."""
+
+    def moved(self, prompt: int) -> Iterable[int]:
+        return range(max(prompt - self.spec.kept, 0), prompt)
 
     def read(self, query: int, prompt: int) -> Iterable[int]:
         return range(max(prompt - self.spec.kept, 0) if query >= prompt else 0, query + 1)
@@ -122,8 +141,11 @@ class Budgeted(Full):
         assert not any(blocks[:dropped]), "a block before what is kept was not freed"
 
 
-class BudgetedNewest(Full):
+class BudgetedNewest(Budgeted):
     """All tokens until the prompt is complete, then sinks and a window."""
+
+    def moved(self, prompt: int) -> Iterable[int]:
+        return [*range(min(self.spec.sink, prompt)), *super().moved(prompt)]
 
     def read(self, query: int, prompt: int) -> Iterable[int]:
         window = max(query - self.spec.window + 1, 0) if query >= prompt else 0
@@ -184,6 +206,7 @@ class Traffic:
 
     seed: int
     budgets: bool = False  # whether the groups after the first are of budgeted heads
+    cached: bool = True  # whether requests may share blocks, unless a group is lean
     drafts: int | None = None  # of lean groups
     draw: random.Random = field(init=False)
     held: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
@@ -202,7 +225,7 @@ class Traffic:
             KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             max_model_len=LIMIT,
             max_in_flight_tokens=2 * self.chunk,
-            enable_caching=not self.budgets and self.drafts is None,
+            enable_caching=self.cached and self.drafts is None,
             hash_block_size=hash_size,
             scheduler_block_size=max(group.spec.block_size for group in self.groups),
         )
@@ -232,13 +255,13 @@ class Traffic:
     def budgeted(self, sizes: list[int]) -> list[Full]:
         """Groups of budgeted heads after one of full heads."""
         draw = self.draw
-        groups: list[Full] = [Full(FullAttentionSpec(**common(sizes[0])))]
+        groups: list[Full] = [Full(PromptsSpec(**common(sizes[0])))]
         for index, size in enumerate(sizes[1:]):
             kept, sink, residual = draw.choice((1, 5, 20)), draw.choice((0, 1, 9)), draw.choice((0, 3, 8))
-            if draw.random() < 0.5:
+            if draw.random() < 0.5 or self.cached:
                 groups.append(Budgeted(BudgetedSpec(**common(size), kept=kept, bin=index)))
             else:
-                newest = {"sink": sink, "window": residual + size}
+                newest = {"sink": sink, "window": residual + size, "kept": kept}
                 groups.append(BudgetedCodes(BudgetedSpec(**tiled(size), kept=kept, bin=index), sink, residual))
                 groups.append(BudgetedNewest(BudgetedNewestSpec(**common(size), **newest, bin=index)))
         return groups
@@ -257,7 +280,8 @@ class Traffic:
 
     def arrive(self) -> None:
         length = self.draw.randrange(1, LIMIT - 8)
-        shared = self.draw.choice(self.prefixes)[: self.draw.randrange(length + 1)]
+        texts = [*self.prefixes, *([*request.all_token_ids] for request in self.running)]
+        shared = self.draw.choice(texts)[: self.draw.randrange(length + 1)]
         tokens = shared + [self.draw.randrange(5) for _ in range(length - len(shared))]
         self.counts["requests"] += 1
         request = Request(
@@ -338,9 +362,9 @@ class Traffic:
         """Write the new tokens of a step, and look up all that they see.
 
         Layers of different groups take turns. So what a lean group reads, before it writes, must outlast what the other
-        groups write.
+        groups write. Budgeted heads select after all tokens of a prompt have seen it.
         """
-        hashes = [[hash(tuple(each.tokens[: place + 1])) for place in range(len(each.tokens))] for each in scheduled]
+        hashes = [self.contents(each) for each in scheduled]
         written: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in self.groups]
         for each, known in zip(scheduled, hashes, strict=True):
             for index, (group, table) in enumerate(zip(self.groups, each.tables, strict=True)):
@@ -355,28 +379,63 @@ class Traffic:
             if group.lean:
                 foreign = set().union(*written[:index], *written[index + 1 :])
                 for each, known in pairs:
-                    self.look_up(index, each, known, range(each.past), foreign)
+                    self.look_up(index, each, known, range(each.past, len(known)), range(each.past), foreign)
         for tokens in written:
             self.held.update(tokens)
-        for index, group in enumerate(self.groups):
-            if not group.lean:
-                for each, known in pairs:
-                    self.look_up(index, each, known, range(len(known)))
+        if self.budgets:
+            for each, known in pairs:
+                prompt = each.request.num_prompt_tokens
+                if each.past < prompt <= len(known):
+                    for index in range(len(self.groups)):
+                        self.look_up(index, each, known, range(each.past, prompt), range(prompt))
+                        self.select(index, each, known)
+        for each, known in pairs:
+            selected = self.budgets and each.past < each.request.num_prompt_tokens <= len(known)
+            first = each.request.num_prompt_tokens if selected else each.past
+            for index, group in enumerate(self.groups):
+                if not group.lean:
+                    self.look_up(index, each, known, range(first, len(known)), range(len(known)))
         self.check_owners()
 
+    def contents(self, each: Scheduled) -> list[int]:
+        """What keys and values of each token depend on: the tokens up to it, and after a prompt what heads dropped."""
+        prompt = each.request.num_prompt_tokens if self.budgets else len(each.tokens)
+        return [
+            hash((*each.tokens[: place + 1], "after", prompt) if place >= prompt else (*each.tokens[: place + 1],))
+            for place in range(len(each.tokens))
+        ]
+
+    def select(self, index: int, each: Scheduled, known: list[int]) -> None:
+        """Write where heads of a group move what they have selected, which other requests must not read."""
+        group, table, prompt = self.groups[index], each.tables[index], each.request.num_prompt_tokens
+        size, blocks = group.spec.block_size, self.manager.block_pool.blocks
+        for place in group.moved(prompt):
+            block = table[place // size]
+            assert block, "a place that heads write to has no block"
+            assert blocks[block].ref_cnt == 1, "heads write to a block of several requests"
+            assert blocks[block].block_hash is None, "heads write to a block that a later request may find"
+            self.held[block, place % size] = index, hash((known[prompt - 1], place))
+
     def look_up(
-        self, index: int, each: Scheduled, known: list[int], stored: range, foreign: Collection[tuple[int, int]] = ()
+        self,
+        index: int,
+        each: Scheduled,
+        known: list[int],
+        queries: range,
+        stored: range,
+        foreign: Collection[tuple[int, int]] = (),
     ) -> None:
-        """Assert that a group holds what the new tokens of a request see among positions that are `stored`."""
-        group, table = self.groups[index], each.tables[index]
-        size = group.spec.block_size
-        for query in range(each.past, len(known)):
-            for key in group.read(query, each.request.num_prompt_tokens):
+        """Assert that a group holds what new tokens of a request see among positions that are `stored`."""
+        group, table, prompt = self.groups[index], each.tables[index], each.request.num_prompt_tokens
+        size, moved = group.spec.block_size, {*group.moved(prompt)}
+        for query in queries:
+            for key in group.read(query, prompt):
                 if key in stored:
                     place = table[key // size], key % size
+                    wanted = hash((known[prompt - 1], key)) if query >= prompt and key in moved else known[key]
                     assert table[key // size], f"token {query} sees token {key}, whose block was freed"
                     assert place not in foreign, "another group gets the block too early"
-                    assert self.held.get(place) == (index, known[key]), f"the block of token {key} has other tokens"
+                    assert self.held.get(place) == (index, wanted), f"the block of token {key} has other tokens"
 
     def check_owners(self) -> None:
         """Every block has as many owners as the pool counts, and those without one are free."""
@@ -426,11 +485,39 @@ def test_the_oracle_misses_blocks_that_another_group_gets_too_early(monkeypatch:
         serve(range(60), drafts=DRAFTS)
 
 
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("first", range(0, SEEDS, 60))
-def test_budgeted_heads_find_what_they_keep_and_hold_no_more(first: int) -> None:
-    counts = serve(range(first, first + 60), budgets=True)
+def test_budgeted_heads_find_what_they_keep_and_hold_no_more(first: int, cached: bool) -> None:
+    counts = serve(range(first, first + 60), budgets=True, cached=cached)
     assert counts["steps"] > 3_000
     assert min(counts["preemptions"], counts["refusals"]) > 50
+    assert (counts["hits"] > 50) == cached
+
+
+def _all_tokens(manager: Any, request: Request) -> int:
+    """Blocks of generated tokens are shared too."""
+    return request.num_tokens
+
+
+def _to_the_end(cls: Any, *args: Any, kv_cache_spec: Any, **options: Any) -> Any:
+    """Blocks are found that heads would write to."""
+    return FOUND(cls, *args, kv_cache_spec=replace(kv_cache_spec, kept=0), **options)
+
+
+FOUND = WholePromptManager.find_longest_cache_hit.__func__
+SHARING: dict[str, tuple[type, str, Any]] = {
+    "generated tokens": (PromptsManager, "shared_tokens", _all_tokens),
+    "what heads write to": (WholePromptManager, "shared_tokens", PromptsManager.shared_tokens),
+    "blocks of a longer prompt": (WholePromptManager, "find_longest_cache_hit", classmethod(_to_the_end)),
+    "after a preemption": (WholePromptManager, "pop_blocks_for_free", FullAttentionManager.pop_blocks_for_free),
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_the_oracle_misses_no_limit_of_what_budgeted_heads_share(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*SHARING[kind])
+    with pytest.raises(AssertionError, match=r"has other tokens|heads write to a block|was not freed"):
+        serve(range(SEEDS), budgets=True)
 
 
 @pytest.mark.parametrize("manager", [BudgetedManager, BudgetedNewestManager])
