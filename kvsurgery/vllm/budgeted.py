@@ -19,6 +19,14 @@ class Bin(NamedTuple):
     kept: int
 
 
+def first_block(prompt: int, kept: int, size: int) -> int:
+    """The first block of `size` tokens with places that heads move tokens of a prompt to, once it is complete.
+
+    From there on, blocks are of one request only. With tiles, the first tokens of each head lie where it begins.
+    """
+    return max(prompt - kept, 0) // size
+
+
 @dataclass(frozen=True)
 class BudgetedGroups:
     """The cache groups of a model with budgeted heads: one of full heads, and bins of budgeted ones.
@@ -102,21 +110,21 @@ class BudgetedGroups:
         """The heads of a bin, one of each of these layers, and the blocks that a group of them holds."""
         size, head_dim = self.groups.size, self.layout.head_dim
         page = 2 * self.itemsize * head_dim * size
-        total = -(-prompt // size)
-        dropped = max(prompt - found.kept, 0)
+        first = first_block(prompt, found.kept, size)
+        held = -(-prompt // size) - first
         bucket = Bucket((page,) * len(layers), sliding=False)
         if not self.quantized:
-            return [(bucket, total - dropped // size)]
+            return [(bucket, held)]
         found_codes = [self.layout.attended[layer].quantization for layer in layers]
         whole = 2 * self.itemsize * head_dim * TILE
         tiles = tuple(codes.tile_bytes(head_dim, self.itemsize) if codes else whole for codes in found_codes)
-        older = Bucket(tiles, sliding=False), -(-prompt // TILE) - dropped // TILE
+        older = Bucket(tiles, sliding=False), -(-prompt // TILE) - first_block(prompt, found.kept, TILE)
         packed = [codes for codes in found_codes if codes]
         if not packed:
             return [older]
         window = (prompt - packed[0].residual - TILE + 1) // size
         newest = Bucket((page,) * len(packed), sliding=False)
-        return [older, (newest, total - max(window - -(-packed[0].sink // size), 0))]
+        return [older, (newest, held - max(window - first - -(-packed[0].sink // size), 0))]
 
 
 def groups_of(layout: KVLayout, tokens: int, itemsize: int = 2, quantized: bool = False) -> Groups | BudgetedGroups:

@@ -14,6 +14,7 @@ import torch
 from kvsurgery.templates.kv_budget import most_important, weighted
 from kvsurgery.templates.kv_received import attention_received
 from kvsurgery.templates.kv_softmax import Scoring
+from kvsurgery.vllm.budgeted import first_block
 from kvsurgery.vllm.rows import Places
 
 
@@ -106,11 +107,13 @@ class SelectingImpl:
 class SelectingTilesImpl(SelectingImpl):
     """The part that selects where older tokens lie in quantized tiles, which are packed after that.
 
-    What a head has selected moves as without tiles, and its first tokens to the first places besides: there no window
-    passes. So a head that has dropped some tokens is a full head with a gap after its sinks.
+    What a head has selected moves as without tiles. Its first tokens are also copied to the start of the cache group's
+    `first_block`, which no window passes. So a head that has dropped some tokens is a full head with gaps before its
+    sinks and after them.
     """
 
     def _move(self, layer: Any, request: Reading, tokens: torch.Tensor, first: int, kv_cache: torch.Tensor) -> None:
         super()._move(layer, request, tokens, first, kv_cache)
+        size = kv_cache.shape[2]
         sinks = torch.arange(first, first + layer.quantization.sink, device=kv_cache.device)
-        super()._move(layer, request, sinks, 0, kv_cache)
+        super()._move(layer, request, sinks, first_block(request.prompt, layer.bin.kept, size) * size, kv_cache)

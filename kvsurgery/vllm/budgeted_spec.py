@@ -15,7 +15,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvsurgery.templates.kv_layout import TILE
-from kvsurgery.vllm.budgeted import Bin
+from kvsurgery.vllm.budgeted import Bin, first_block
+from kvsurgery.vllm.manager import SinkWindowManager
+from kvsurgery.vllm.spec import SinkWindowSpec
 from kvsurgery.vllm.tiles import Tiling
 
 
@@ -37,16 +39,34 @@ class PromptsManager(SingleTypeKVCacheManager):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsSpec(FullAttentionSpec):
-    """Full heads beside budgeted ones."""
+    """Full heads beside budgeted ones, or their tiles."""
 
     @classmethod
-    def of(cls, spec: FullAttentionSpec) -> PromptsSpec:
-        """The cache of full heads whose stock spec is this."""
+    def beside(cls, spec: FullAttentionSpec) -> PromptsSpec:
+        """The cache of full heads whose spec is this where no heads have budgets."""
         return cls(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init})
 
 
 class PromptsFullManager(PromptsManager, FullAttentionManager):
     """Manages the blocks of full heads beside budgeted ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsWindowSpec(SinkWindowSpec):
+    """The newest tokens of full heads beside budgeted ones."""
+
+    @classmethod
+    def beside(cls, spec: SinkWindowSpec) -> PromptsWindowSpec:
+        """The cache of newest tokens whose spec is this where no heads have budgets."""
+        return cls(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init})
+
+
+class PromptsWindowManager(PromptsManager, SinkWindowManager):
+    """Manages the blocks of newest tokens of full heads beside budgeted ones."""
+
+    @classmethod
+    def reachable_block_mask(cls, *args: Any, **options: Any) -> None:
+        """Cache every full block: prefixes end before what heads keep, where vLLM by default caches no window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,13 +182,13 @@ class BudgetedManager(WholePromptManager):
         """Free the blocks that no head of the group reads any more, once: a window that stands still."""
         assert num_prompt_tokens is not None  # the scheduler knows it
         if processed_computed_tokens >= num_prompt_tokens:
-            end_block = max(num_prompt_tokens - self.kv_cache_spec.kept, 0) // self.block_size
+            end_block = first_block(num_prompt_tokens, self.kv_cache_spec.kept, self.block_size)
             self._remove_blocks_in_range(request_id, 0, end_block)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetedNewestSpec(WholePromptSpec):
-    """After the prompt, the first `sink` places, and a window of the newest tokens."""
+    """After the prompt, `sink` places from its `first_block` on, and a window of the newest tokens."""
 
     sink: int
     window: int
@@ -181,21 +201,24 @@ class BudgetedNewestSpec(WholePromptSpec):
 
 
 class BudgetedNewestManager(WholePromptManager):
-    """Frees the blocks between sinks and window once the prompt is complete."""
+    """Frees the blocks before the sinks and those between sinks and window, once the prompt is complete."""
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks that no head of the group reads any more."""
         assert num_prompt_tokens is not None  # the scheduler knows it
+        if processed_computed_tokens < num_prompt_tokens:
+            return
         spec = self.kv_cache_spec
-        sinks = cdiv(spec.sink, self.block_size)
+        sinks = first_block(num_prompt_tokens, spec.kept, self.block_size)
+        self._remove_blocks_in_range(request_id, 0, sinks)
         end_block = (processed_computed_tokens - spec.window + 1) // self.block_size
-        if processed_computed_tokens >= num_prompt_tokens and end_block > sinks:
-            self._remove_blocks_in_range(request_id, sinks, end_block)
+        self._remove_blocks_in_range(request_id, sinks + cdiv(spec.sink, self.block_size), end_block)
 
 
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(PromptsSpec, PromptsFullManager, uniform_type_base_spec=FullAttentionSpec)
+KVCacheSpecRegistry.register(PromptsWindowSpec, PromptsWindowManager, uniform_type_base_spec=SinkWindowSpec)
 KVCacheSpecRegistry.register(BudgetedSpec, BudgetedManager, uniform_type_base_spec=BudgetedSpec)
 KVCacheSpecRegistry.register(BudgetedNewestSpec, BudgetedNewestManager, uniform_type_base_spec=BudgetedNewestSpec)

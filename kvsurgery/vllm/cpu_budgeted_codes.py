@@ -29,6 +29,7 @@ class NewestBudgets:
         table: [requests, blocks], of the requests whose prompt is complete after this step; so are the next ones.
         batch: [tokens], indices of their new tokens after the prompt in the batch, request by request.
         pasts, totals, prompts: [requests], tokens before and after this step, and of the prompt.
+        firsts: [requests], the place of the first token of each head.
         rows: [requests], their rows in block tables.
     """
 
@@ -39,6 +40,7 @@ class NewestBudgets:
     pasts: torch.Tensor
     totals: torch.Tensor
     prompts: torch.Tensor
+    firsts: torch.Tensor
     rows: torch.Tensor
     size: int
 
@@ -50,7 +52,7 @@ class NewestBudgets:
 
     def places(self, rows: torch.Tensor, positions: torch.Tensor, dropped: torch.Tensor, sink: int) -> Places:
         """Slots of a head at positions among what it has kept, of requests that have dropped some tokens."""
-        columns = torch.where(positions < sink, positions, positions + dropped[rows])
+        columns = positions + torch.where(positions < sink, self.firsts[rows], dropped[rows])
         return Places(self.table[rows, columns // self.size][:, None], (columns % self.size)[:, None])
 
 
@@ -94,6 +96,10 @@ class BudgetedCodesStep:
 class BudgetedNewestBuilder(BudgetedBuilder):
     """Finds the slots of prompts that are read, and of the newest tokens."""
 
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.kept = kv_cache_spec.kept
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """The requests of a batch, in slots of this cache group."""
         step = super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -112,6 +118,7 @@ class BudgetedNewestBuilder(BudgetedBuilder):
             pasts[rows],
             totals[rows],
             prompts[rows],
+            (prompts[rows] - self.kept).clamp(min=0) // self.size * self.size,
             rows,
             self.size,
         )

@@ -67,8 +67,6 @@ def check(vllm_config: Any) -> None:
         from kvsurgery.vllm.requests import refuse_beams_and_growing_prompts  # imports the classes of vLLM's server
 
         refuse_beams_and_growing_prompts()
-        if codes:
-            vllm_config.cache_config.enable_prefix_caching = False  # heads move tokens into blocks that others share
     for line in ignored(config, codes=codes):
         logger.warning("kvsurgery: %s", line)
     if (codes or budgets) and not current_platform.is_cpu():

@@ -37,7 +37,7 @@ from kvsurgery.vllm.tiles import Tiling
 
 ROWS = 16  # of the dots of a block of queries
 SCRATCH = 1 << 26  # bytes of partial results at a time
-FIELDS = tl.constexpr(6)  # of `QueryBlocks.rows`
+FIELDS = tl.constexpr(7)  # of `QueryBlocks.rows`
 
 
 class QueryBlocks(NamedTuple):
@@ -47,9 +47,9 @@ class QueryBlocks(NamedTuple):
 
     Attributes:
         size: most tokens of a block.
-        rows: int32 [..., blocks, 6], the request of a block, its first token in the batch, its number of tokens, the
-            position of the first, the number of tiles that they read, and the number of tokens between the sinks and
-            the first tile that the head has dropped.
+        rows: int32 [..., blocks, 7], the request of a block, its first token in the batch, its number of tokens, the
+            position of the first, the number of tiles that they read, the number of tokens between the sinks and the
+            first tile that the head has dropped, and the place of the first sink.
         places: [tokens], place of each new token in the blocks: block * size + its place in the block.
     """
 
@@ -82,8 +82,8 @@ class QueryBlocks(NamedTuple):
         count = (torch.minimum(end, counts[request]) - begin).clamp(min=0)
         position = pasts[request] + begin
         tiles = torch.where(count > 0, tiling.read(position), 0)
-        dropped = torch.zeros_like(tiles)
-        rows = torch.stack((request, firsts[request] + begin, count, position, tiles, dropped), 1).int()
+        none = torch.zeros_like(tiles)
+        rows = torch.stack((request, firsts[request] + begin, count, position, tiles, none, none), 1).int()
         token = torch.arange(sum(new), device=starts.device)
         owner = torch.searchsorted(ends, token.int(), right=True)
         block = first_blocks[owner] + (token - firsts[owner] + missing[owner]) // size
@@ -105,7 +105,7 @@ class Line(NamedTuple):
     """Units of some blocks for all KV heads: tiles, then unpacked tokens; and the share of each program.
 
     Attributes:
-        rows: int32 [..., blocks, 6], as `QueryBlocks` has them.
+        rows: int32 [..., blocks, 7], as `QueryBlocks` has them.
         ends: int32 [..., 2 * blocks * heads], units up to the end of each block and head, of tiles and then of tokens.
         starts: int32 [..., programs], which of these has the first unit of each program.
     """
@@ -117,7 +117,7 @@ class Line(NamedTuple):
     @classmethod
     def of(cls, rows: torch.Tensor, heads: int, tokens: int, programs: int) -> Line:
         """Line up blocks, for units of so many unpacked tokens."""
-        _, _, count, position, tiles, dropped = rows.unbind(-1)
+        _, _, count, position, tiles, dropped, _ = rows.unbind(-1)
         unpacked = torch.where(count > 0, position + count - tiles * TILE - dropped, 0)
         units = torch.cat((tiles, (unpacked + tokens - 1) // tokens), -1)
         ends = units.repeat_interleave(heads, -1).cumsum(-1)
@@ -280,6 +280,7 @@ def _attend_kernel(
         request = tl.load(fields).to(tl.int64)
         position = tl.load(fields + 3)
         packed = tl.load(fields + 4) * TILE_TOKENS + tl.load(fields + 5)
+        first_sink = tl.load(fields + 6)
         unpacked = position + tl.load(fields + 2) - packed
         end = begin + (unpacked + N - 1) // N
         q_block = q_ptr + head * q_kv_head + tl.load(fields + 1).to(tl.int64) * q_token
@@ -292,7 +293,7 @@ def _attend_kernel(
         for start in range((unit - begin) * N, (tl.minimum(end, stop) - begin) * N, N):
             token = start + n
             stored = token < unpacked
-            token = tl.where(token < sink, token, token + packed)
+            token += tl.where(token < sink, first_sink, packed)
             page = tl.load(pages + token // SIZE, stored, 0).to(tl.int64)
             states = (page * newest_page + token % SIZE * newest_slot)[:, None] + d[None, :]
             k = tl.load(newest + states, stored[:, None] & in_head, 0.0)

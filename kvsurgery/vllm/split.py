@@ -22,7 +22,7 @@ from kvsurgery.templates.kv_codes import nearest
 from kvsurgery.templates.kv_layout import TILE, KVLayout, LayerLayout
 from kvsurgery.vllm.backends import full_backend, streaming_backend
 from kvsurgery.vllm.budgeted import Bin, BudgetedGroups
-from kvsurgery.vllm.budgeted_spec import PromptsSpec
+from kvsurgery.vllm.budgeted_spec import PromptsSpec, PromptsWindowSpec
 from kvsurgery.vllm.codes import CodesAttention
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups, Place
@@ -186,9 +186,10 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
     _prepare_mamba(model, vllm_config)
     split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if budgeted.bins:
-        for module in split_modules:
-            if module.full is not None and not quantized:
-                _change_spec(module.full, PromptsSpec.of)
+        for full in (module.full for module in split_modules if module.full is not None):
+            _change_spec(full, PromptsSpec.beside)
+            if isinstance(full, CodesAttention):
+                _change_spec(full.newest, PromptsWindowSpec.beside)
     if split_modules:
         _announce(split_modules, budgeted if budgeted.bins else groups, vllm_config)
     scheduler = vllm_config.scheduler_config

@@ -156,8 +156,10 @@ class BudgetedCodesBuilder(TiledBudgetsBuilder):
         number = torch.arange(len(token), device=token.device)
         gaps = self.dropped(prompt)
         tiles = self.tiling.read(position - gaps)
-        rows = torch.stack(torch.broadcast_tensors(request, number, count, position, tiles, gaps), -1).int()
         layer, programs = self.layer, programs_of(table.device)
+        first_sinks = (prompt - self.most_kept).clamp(min=0) // layer.newest.size * layer.newest.size
+        fields = (request, number, count, position, tiles, gaps, first_sinks)
+        rows = torch.stack(torch.broadcast_tensors(*fields), -1).int()
         blocks = QueryBlocks(1, rows, number)
         in_lines = lines(blocks, 1, layer.num_heads, layer.head_size, self.dtype, programs) if len(token) else []
         return CodesStep(table, self.heads, pages, most, token.long() if batch.reading else None, blocks, in_lines)

@@ -21,6 +21,7 @@ from kvsurgery.templates.kv_codes import nearest  # noqa: E402
 from kvsurgery.templates.kv_layout import TILE, Quantization  # noqa: E402
 from kvsurgery.templates.kv_rounding import QueryRounding  # noqa: E402
 from kvsurgery.vllm import cpu_budgeted_codes, triton_budgeted_codes  # noqa: E402
+from kvsurgery.vllm.budgeted import first_block  # noqa: E402
 from kvsurgery.vllm.tiles import Tiling  # noqa: E402
 from tests.vllm.budgets_kernel import GROUP, HEAD_DIM, SIZE, WINDOW, head, metadata, on_device  # noqa: E402
 
@@ -78,26 +79,36 @@ def heads_of(case: Case) -> list[Any]:
         layer.layer_name, layer.tiles = f"head{number}", tiles[:, number]
         layer.newest = SimpleNamespace(**vars(layer))
         layer.newest.layer_name, layer.newest.kv_cache = f"newest{number}", newest[:, number]
+        layer.newest.size = SIZE
         layer.newest.kv_cache_torch_dtype = newest.dtype
         heads.append(layer)
     return heads
 
 
 def block_table(before: tuple[int, ...], size: int, freed: Any) -> torch.Tensor:
-    """Blocks of all requests; where prompts are complete, those in a range are freed."""
+    """Blocks of all requests; where prompts are complete, those in some ranges are freed."""
     table = torch.randperm(len(PROMPTS) * ROW // size, generator=torch.Generator().manual_seed(1)) + 1
     table = table.view(len(PROMPTS), -1).int()
     for row, (past, prompt) in enumerate(zip(before, PROMPTS, strict=True)):
         if past >= prompt:
-            table[row, freed(past, prompt)] = 0
+            for part in freed(past, prompt):
+                table[row, part] = 0
     return table
 
 
 def tables(before: tuple[int, ...], tiling: Tiling) -> tuple[torch.Tensor, torch.Tensor]:
     """Block tables of newest tokens and of tiles."""
-    sinks, kept = -(-tiling.sink // SIZE), MOST + WINDOW
-    newest = block_table(before, SIZE, lambda past, _: slice(sinks, max((past - tiling.newest + 1) // SIZE, sinks)))
-    return newest, block_table(before, TILE, lambda _, prompt: slice(max(prompt - kept, 0) // TILE))
+    kept = MOST + WINDOW
+
+    def newest(past: int, prompt: int) -> list[slice]:
+        first = first_block(prompt, kept, SIZE)
+        sinks = first - (-tiling.sink // SIZE)
+        return [slice(first), slice(sinks, max((past - tiling.newest + 1) // SIZE, sinks))]
+
+    def tiles(past: int, prompt: int) -> list[slice]:
+        return [slice(first_block(prompt, kept, TILE))]
+
+    return block_table(before, SIZE, newest), block_table(before, TILE, tiles)
 
 
 def config_of(heads: list[Any]) -> Any:
@@ -113,7 +124,8 @@ def builders(module: Any, heads: list[Any]) -> tuple[Any, list[Any]]:
     """Of the newest tokens of all heads, and of the tiles of the first and of the others."""
     config, device = config_of(heads), torch.device("cpu")
     names = [layer.newest.layer_name for layer in heads]
-    newest = module.BudgetedNewestBackend.get_builder_cls()(SimpleNamespace(block_size=SIZE), names, config, device)
+    spec = SimpleNamespace(block_size=SIZE, kept=MOST + WINDOW)
+    newest = module.BudgetedNewestBackend.get_builder_cls()(spec, names, config, device)
     kind = module.BudgetedCodesBackend.get_builder_cls()
     parts = [layer.layer_name for layer in heads[:1]], [layer.layer_name for layer in heads[1:]]
     return newest, [kind(SimpleNamespace(block_size=TILE), names, config, device) for names in parts]

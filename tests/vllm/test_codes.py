@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from kvsurgery.templates.kv_layout import TILE
 from kvsurgery.vllm import cpu_codes
 from kvsurgery.vllm.budgeted_codes import BudgetedCodes
 from kvsurgery.vllm.codes import CodesAttention
@@ -230,3 +231,23 @@ def test_budgeted_heads_read_prompts_as_they_are_in_any_chunks_and_company(tmp_p
         generated = generate(llm, rows, 150)
         assert preemptions(llm) > 0
     assert_errors_are_small(rows, generated, checkpoint, exact)
+
+
+@pytest.mark.parametrize(("sparsity", "budget"), [(1, 40), (0.5, 20)])
+def test_prompts_share_blocks_before_what_budgeted_heads_keep(sparsity: float, budget: int, tmp_path: Path) -> None:
+    """Later turns too, of which an answer is a part: it is read anew."""
+    options = {"sparsity": sparsity, "budget": budget, "kv_bits": 4, "kv_residual": 0}
+    checkpoint = converted("llama", tmp_path, **{**BUDGETED, **options})
+    first, other = prompts(lengths=(270, 140))[:2]
+    with engine(checkpoint.folder, enable_prefix_caching=False) as llm:
+        [answer] = generate(llm, [first], 130)
+        rows = [first, first[:260] + other, [*first, *answer[0], *other[:100]]]
+        alone = [answer, *(generate(llm, [row], 8)[0] for row in rows[1:])]
+    with engine(checkpoint.folder, max_num_batched_tokens=96) as llm:
+        fill_caches(llm, 77)
+        found = []
+        for index in (0, 2, 2, 1, 0):
+            before = cached_tokens(llm)
+            assert_equal(generate(llm, [rows[index]], len(alone[index][0])), [alone[index]], TOLERANCE)
+            found.append(cached_tokens(llm) - before)
+    assert found == [0, TILE, 3 * TILE, 2 * TILE, TILE]

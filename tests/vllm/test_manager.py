@@ -27,6 +27,7 @@ from kvsurgery.vllm.budgeted_spec import (
     BudgetedSpec,
     PromptsManager,
     PromptsSpec,
+    PromptsWindowSpec,
     WholePromptManager,
 )
 from kvsurgery.vllm.manager import SinkWindowManager
@@ -145,16 +146,26 @@ class BudgetedNewest(Budgeted):
     """All tokens until the prompt is complete, then sinks and a window."""
 
     def moved(self, prompt: int) -> Iterable[int]:
-        return [*range(min(self.spec.sink, prompt)), *super().moved(prompt)]
+        first = self.first(prompt)
+        return [*range(first, min(first + self.spec.sink, prompt)), *super().moved(prompt)]
+
+    def first(self, prompt: int) -> int:
+        """The place of the first sink, where a block begins that no other request has."""
+        return max(prompt - self.spec.kept, 0) // self.spec.block_size * self.spec.block_size
 
     def read(self, query: int, prompt: int) -> Iterable[int]:
-        window = max(query - self.spec.window + 1, 0) if query >= prompt else 0
-        return [*range(min(self.spec.sink, window)), *range(window, query + 1)]
+        if query < prompt:
+            return range(query + 1)
+        first, window = self.first(prompt), max(query - self.spec.window + 1, prompt - self.spec.kept, 0)
+        return [*range(first, min(first + self.spec.sink, window)), *range(window, query + 1)]
 
     def check(self, blocks: list[int], past: int, prompt: int, chunk: int) -> None:
-        sinks = cdiv(self.spec.sink, self.spec.block_size)
-        left = max(past - self.spec.window + 1, 0) // self.spec.block_size if past >= prompt else 0
-        assert not any(blocks[sinks:left]), "a block between sinks and window was not freed"
+        if past >= prompt:
+            first = self.first(prompt) // self.spec.block_size
+            assert not any(blocks[:first]), "a block before the sinks was not freed"
+            sinks = first + cdiv(self.spec.sink, self.spec.block_size)
+            left = max(past - self.spec.window + 1, 0) // self.spec.block_size
+            assert not any(blocks[sinks:left]), "a block between sinks and window was not freed"
 
 
 def tile_ends(tile: int, sink: int, tokens: int) -> range:
@@ -255,15 +266,21 @@ class Traffic:
     def budgeted(self, sizes: list[int]) -> list[Full]:
         """Groups of budgeted heads after one of full heads."""
         draw = self.draw
+        sink, residual = draw.choice((0, 1, 9)), draw.choice((0, 3, 8))
         groups: list[Full] = [Full(PromptsSpec(**common(sizes[0])))]
+        if draw.random() < 0.5:
+            window = {"sliding_window": residual + sizes[0], "stride": sizes[0], "sink": sink, "bin": 0}
+            newest = Newest(PromptsWindowSpec(**common(sizes[-1]), **window), residual)
+            groups = [Codes(PromptsSpec(**tiled(sizes[0])), sink, residual), newest]
         for index, size in enumerate(sizes[1:]):
-            kept, sink, residual = draw.choice((1, 5, 20)), draw.choice((0, 1, 9)), draw.choice((0, 3, 8))
-            if draw.random() < 0.5 or self.cached:
+            kept = draw.choice((1, 5, 20))
+            if draw.random() < 0.5:
                 groups.append(Budgeted(BudgetedSpec(**common(size), kept=kept, bin=index)))
             else:
-                newest = {"sink": sink, "window": residual + size, "kept": kept}
-                groups.append(BudgetedCodes(BudgetedSpec(**tiled(size), kept=kept, bin=index), sink, residual))
-                groups.append(BudgetedNewest(BudgetedNewestSpec(**common(size), **newest, bin=index)))
+                common_parts = {"kept": max(kept, sink), "bin": index}
+                tokens = BudgetedNewestSpec(**common(size), sink=sink, window=residual + size, **common_parts)
+                groups.append(BudgetedCodes(BudgetedSpec(**tiled(size), **common_parts), sink, residual))
+                groups.append(BudgetedNewest(tokens))
         return groups
 
     def run(self, steps: int) -> Counter[str]:
