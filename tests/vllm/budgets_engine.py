@@ -59,4 +59,4 @@ if __name__ == "__main__":
     budgeted_codes.budgeted_newest_backend = lambda: triton_budgeted_codes.BudgetedNewestBackend
     triton_budgets.programs_of = triton_budgeted_codes.programs_of = lambda device: 9
     serve(prompts(lengths=(60, 61)), 20, 1e6, 1e-3)
-    serve(prompts(lengths=(125, 126, 145))[:3], 155, float("nan"), TOLERANCE, **CODES)
+    serve(prompts(lengths=(125, 126, 145))[:3], 132, float("nan"), TOLERANCE, **CODES)
