@@ -129,8 +129,8 @@ def ignored(config: Any, codes: bool) -> Iterator[str]:
         )
     if has_budgets(config):
         yield (
-            "vLLM serves budgeted heads, and refuses beams; its prefix cache holds no answers, and "
-            "prompts without the tokens that heads keep"
+            "vLLM serves budgeted heads, but refuses beams; its prefix cache shares the beginnings of prompts, and no "
+            "answers"
         )
 
 

@@ -330,7 +330,7 @@ def test_learned_sinks_are_served_where_full_heads_lie_together() -> None:
 
 @pytest.mark.parametrize(
     ("section", "word"),
-    [({"quantization": TILES}, "quantized cache"), ({"reform": {}}, "REFORM"), (BUDGETS, "refuses beams")],
+    [({"quantization": TILES}, "quantized cache"), ({"reform": {}}, "REFORM"), (BUDGETS, "beams")],
 )
 def test_what_is_left_out_is_said_once_in_the_words_of_convert(
     section: dict[str, Any], word: str, lines: list[str]
