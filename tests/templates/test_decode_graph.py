@@ -1,8 +1,4 @@
-"""Decode steps from a CUDA graph, with a stand-in for the graph that runs on a CPU: `make test-kernels`.
-
-The stand-in notes every operation of a step and later does the same operations on the same memory, as a graph does:
-what the host knew when it was captured stays as it was.
-"""
+"""Decode steps from a CUDA graph, with a stand-in for the graph that runs on a CPU: `make test-kernels`."""
 
 from __future__ import annotations
 
@@ -16,8 +12,6 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -27,31 +21,9 @@ from kvsurgery.templates import kv_attention, kv_budget, kv_cuda, kv_graph, kv_h
 from tests.helpers.emitted import LOSSLESS, emitted
 from tests.helpers.families import largest, tokens
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference
+from tests.helpers.tape import Tape, noted
 
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2], "return_dict_in_generate": True, "output_logits": True}
-
-
-class Tape(TorchDispatchMode):
-    """Operations as they are done, to be done again."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.replays = [], 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return self.note(function, args, kwargs or {})
-
-    def note(self, function, args, kwargs):
-        result = function(*args, **kwargs)
-        self.calls.append((function, args, kwargs, result))
-        return result
-
-    def replay(self):
-        self.replays += 1
-        for function, args, kwargs, result in self.calls:
-            for old, fresh in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
-                if torch.is_tensor(old) and old.data_ptr() != fresh.data_ptr():
-                    old.copy_(fresh)
 
 
 @pytest.fixture
@@ -65,21 +37,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
             output = work()
         return tapes[-1], output
 
-    def kernel(reference):
-        def run(*args, **kwargs):
-            active = torch.utils._python_dispatch._get_current_dispatch_mode()
-            with _disable_current_modes():
-                return active.note(reference, args, kwargs) if active else reference(*args, **kwargs)
-
-        return run
-
     def turn_on() -> list[Tape]:
         monkeypatch.setattr(kv_attention, "_path", lambda *states: kv_cuda)
         monkeypatch.setattr(kv_graph, "capturable", lambda states: True)
         monkeypatch.setattr(kv_graph, "capture", capture)
-        monkeypatch.setattr(kv_cuda.kv_store, "append", kernel(append_reference))
-        monkeypatch.setattr(kv_pack, "flush", kernel(flush_reference))
-        monkeypatch.setattr(kv_cuda.kv_decode, "decode", kernel(decode_reference))
+        monkeypatch.setattr(kv_cuda.kv_store, "append", noted(append_reference))
+        monkeypatch.setattr(kv_pack, "flush", noted(flush_reference))
+        monkeypatch.setattr(kv_cuda.kv_decode, "decode", noted(decode_reference))
         # only decode steps are looked at; the kernels that select again would take the interpreter a minute
         renew = kv_hold.HeldHeads.renew
         monkeypatch.setattr(kv_hold.HeldHeads, "renew", lambda heads, column, kernels: renew(heads, column))
