@@ -66,7 +66,7 @@ class QueryBlocks(NamedTuple):
         Args:
             starts: int32 [requests + 1], index of each request's first new token in the batch, then the end.
             lengths: int32 [requests], tokens of each request, new ones included.
-            new: number of new tokens of each request.
+            new: number of new tokens of each request, or at least the room for them.
             size: a power of two, at most `TILE`.
         """
         firsts, ends = starts[:-1], starts[1:]
@@ -85,7 +85,7 @@ class QueryBlocks(NamedTuple):
         none = torch.zeros_like(tiles)
         rows = torch.stack((request, firsts[request] + begin, count, position, tiles, none, none), 1).int()
         token = torch.arange(sum(new), device=starts.device)
-        owner = torch.searchsorted(ends, token.int(), right=True)
+        owner = torch.searchsorted(ends, token.int(), right=True).clamp(max=len(counts) - 1)
         block = first_blocks[owner] + (token - firsts[owner] + missing[owner]) // size
         return cls(size, rows, block * size + token - rows[block, 1])
 

@@ -137,7 +137,7 @@ def pack(
     with torch.cuda.device_of(newest):
         _pack_due_kernel[(len(pages), newest.shape[1])](
             newest_ptr=newest,
-            row_ptr=token_pages * (page // step) + token_slots * (slot // step),
+            row_ptr=torch.add(token_slots * (slot // step), token_pages, alpha=page // step),
             page_ptr=pages,
             k_codes_ptr=tiles.key_codes,
             k_scales_ptr=tiles.key_scales,

@@ -16,7 +16,7 @@ from triton.backends import backends
 # vLLM's CPU build turns Triton off where it has no backend of the name "cpu"; the interpreter needs none
 backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
-from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
+from vllm.config import CUDAGraphMode  # noqa: E402
 
 from kvsurgery.templates.kv_codes import nearest  # noqa: E402
 from kvsurgery.templates.kv_layout import TILE, Quantization  # noqa: E402
@@ -82,62 +82,75 @@ def metadata(before: tuple[int, ...], after: tuple[int, ...], table: torch.Tenso
     )
 
 
+def both_metadata(before: tuple[int, ...], after: tuple[int, ...]) -> list[SimpleNamespace]:
+    """What vLLM tells the builders of both groups."""
+    return [metadata(before, after, table, size) for table, size in zip(tables(), (SIZE, TILE), strict=True)]
+
+
+class Attention:
+    """A layer's attention by the backends of a module, with the caches of both groups, without an engine."""
+
+    def __init__(
+        self, module: Any, case: Case, learned: torch.Tensor | None, mode: CUDAGraphMode = CUDAGraphMode.NONE
+    ) -> None:
+        torch.manual_seed(3)
+        self.module = module
+        self.newest_cache, self.tile_cache = caches(case)
+        options = {"layer_name": "newest", "num_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
+        tiling, dtype = Tiling.of(case.quantization), self.newest_cache.dtype
+        newest = SimpleNamespace(**options, kv_cache=self.newest_cache, kv_cache_torch_dtype=dtype, tiling=tiling)
+        round_keys = nearest
+        if case.rounded:
+            order = torch.stack([torch.randperm(HEAD_DIM) for _ in range(KV_HEADS)])
+            round_keys = QueryRounding(order, torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM).mul(0.1).triu(1))
+        self.layer = SimpleNamespace(
+            **options, newest=newest, tiling=tiling, quantization=case.quantization, round_keys=round_keys
+        )
+        self.config = SimpleNamespace(
+            compilation_config=SimpleNamespace(
+                static_forward_context={"newest": newest, "tiles": self.layer}, cudagraph_mode=mode
+            ),
+            model_config=SimpleNamespace(dtype=torch.float32),
+            speculative_config=object() if case.rounded else None,
+        )
+        groups = (module.NewestBackend, "newest", SIZE), (module.CodesBackend, "tiles", TILE)
+        self.builders = [
+            backend.get_builder_cls()(
+                SimpleNamespace(block_size=size, lean=False), [name], self.config, torch.device("cpu")
+            )
+            for backend, name, size in groups
+        ]
+        self.implementation = object.__new__(module.CodesImpl)  # without an engine
+        self.implementation.num_kv_heads, self.implementation.num_queries_per_kv = KV_HEADS, QUERY_HEADS // KV_HEADS
+        self.implementation.head_size, self.implementation.scale = HEAD_DIM, HEAD_DIM**-0.5
+        self.implementation.logits_soft_cap, self.implementation.sinks = case.softcap, learned
+
+    def build(self, given: list[SimpleNamespace]) -> list[Any]:
+        """The step of each cache group, from what vLLM tells its builder."""
+        return [builder.build(0, one) for builder, one in zip(self.builders, given, strict=True)]
+
+    def forward(self, steps: list[Any], states: list[torch.Tensor], output: torch.Tensor) -> None:
+        """Store keys and values, and write the attention of queries to `output`."""
+        context = SimpleNamespace(attn_metadata={"newest": steps[0]})
+        self.module.get_forward_context = lambda: context
+        self.implementation.forward(self.layer, *states, self.tile_cache, steps[1], output)
+
+
 def run(module: Any, case: Case, states: list[list[torch.Tensor]], learned: torch.Tensor | None) -> list:
     """Outputs of all steps by the backends of a module, and the caches after them."""
-    torch.manual_seed(3)
-    newest_cache, tile_cache = caches(case)
-    newest_table, tile_table = tables()
-    options = {"layer_name": "newest", "num_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
-    tiling = Tiling.of(case.quantization)
-    dtype = newest_cache.dtype
-    newest = SimpleNamespace(**options, kv_cache=newest_cache, kv_cache_torch_dtype=dtype, tiling=tiling)
-    round_keys = nearest
-    if case.rounded:
-        order = torch.stack([torch.randperm(HEAD_DIM) for _ in range(KV_HEADS)])
-        round_keys = QueryRounding(order, torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM).mul(0.1).triu(1))
-    layer = SimpleNamespace(
-        **options, newest=newest, tiling=tiling, quantization=case.quantization, round_keys=round_keys
-    )
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"newest": newest, "tiles": layer}),
-        model_config=SimpleNamespace(dtype=torch.float32),
-        speculative_config=object() if case.rounded else None,
-    )
-    groups = (module.NewestBackend, "newest", SIZE), (module.CodesBackend, "tiles", TILE)
-    builders = [
-        backend.get_builder_cls()(SimpleNamespace(block_size=size, lean=False), [name], config, torch.device("cpu"))
-        for backend, name, size in groups
-    ]
-    attention = object.__new__(module.CodesImpl)  # without an engine
-    attention.num_kv_heads, attention.num_queries_per_kv = KV_HEADS, QUERY_HEADS // KV_HEADS
-    attention.head_size, attention.scale = HEAD_DIM, HEAD_DIM**-0.5
-    attention.logits_soft_cap, attention.sinks = case.softcap, learned
-    outputs = []
-    for (before, after), (query, key, value) in zip(STEPS, states, strict=True):
-        steps = [
-            builder.build(0, metadata(before, after, table, size))
-            for builder, table, size in zip(builders, (newest_table, tile_table), (SIZE, TILE), strict=True)
-        ]
-        context = SimpleNamespace(attn_metadata={"newest": steps[0]})
-        module.get_forward_context = lambda context=context: context
-        output = torch.zeros_like(query)
-        attention.forward(layer, query, key, value, tile_cache, steps[1], output)
-        outputs.append(output)
-    return [*outputs, newest_cache, tile_cache]
+    attention, outputs = Attention(module, case, learned), []
+    for (before, after), of_step in zip(STEPS, states, strict=True):
+        outputs.append(torch.zeros_like(of_step[0]))
+        attention.forward(attention.build(both_metadata(before, after)), of_step, outputs[-1])
+    return [*outputs, attention.newest_cache, attention.tile_cache]
 
 
 def written_by_dummies() -> torch.Tensor:
     """Pages that a step without requests stores to: vLLM gives its tokens slots of -1, and tables of zeros."""
-    layer = SimpleNamespace(tiling=Tiling.of(CASES[0].quantization))
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"newest": layer}),
-        model_config=SimpleNamespace(dtype=torch.float32),
-        speculative_config=None,
-    )
-    builder = triton_codes.NewestBuilder(SimpleNamespace(block_size=SIZE), ["newest"], config, torch.device("cpu"))
+    newest, _ = Attention(triton_codes, CASES[0], None).builders
     given = metadata((0, 0, 0), (3, 1, 1), torch.zeros(3, 4, dtype=torch.int32), SIZE)
     given.slot_mapping.fill_(-1)
-    return builder.build(0, given).pages
+    return newest.build(0, given).pages
 
 
 def compare(case: Case) -> float:
@@ -159,8 +172,6 @@ def compare(case: Case) -> float:
 
 if __name__ == "__main__":
     triton_codes.programs_of = lambda device: 5
-    for backend in (triton_codes.NewestBackend, triton_codes.CodesBackend):
-        assert backend.get_builder_cls().get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
     assert written_by_dummies().unique().tolist() == [0], "only vLLM's block 0 belongs to no request"
     errors = [compare(case) for case in CASES]
     print(errors)
