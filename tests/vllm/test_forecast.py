@@ -94,7 +94,7 @@ QUANTIZATION = asdict(Quantization(4))
 def test_models_whose_layers_have_states_beside_their_heads(stateful: dict) -> None:
     budgets, quantized = config([BUDGETS] * 2, selection=SELECTION), config(quantization=QUANTIZATION)
     [limit] = serving_limits(budgets)
-    assert "budgeted heads without its prefix cache" in limit
+    assert "refuses beams" in limit
     assert not serving_limits(quantized)
     assert forecast(quantized).kv_bytes < 0.4 * forecast(config()).kv_bytes
     [limit] = serving_limits({**budgets, **stateful})
