@@ -52,15 +52,12 @@ def test_the_documented_figures_are_the_committed_results() -> None:
     rows, short = (
         json.loads((results / f"{name}.json").read_text())["rows"] for name in ("cpu-decode", "cpu-decode-short")
     )
-    slowest = min(row["x_stock"] for row in short if row["tokens"] == 512 and row["bits"] < 16)
-    assert f"{1 / slowest - 1:.0%}" in figures("docs/results/speed.md", "slower than stock")
-    at = {(row["sparsity"], row["bits"]): row for row in rows if (row["tokens"], row["batch"]) == (16384, 1)}
+    of_stock = [1 / row["x_stock"] for row in short if row["tokens"] == 512 and row["bits"] < 16]
+    assert f"{max(of_stock):.2f}" in figures("docs/results/speed.md", "of stock's time")
     ms = {(row["tokens"], row["batch"], row["sparsity"], row["bits"]): row["ms"] for row in rows + short}
-    longer = {
-        width: [ms[*case, width] / ms[*case, 16] for *case, bits in ms if bits == width] for width in (8, 4, 3, 2)
-    }
-    shown = {f"{ratio:.2f}" for ratio in (min(longer[4]), max(longer[4]), max(longer[3]))}
-    assert shown <= figures("docs/results/speed.md", "all lengths, batches")
-    at_16k = {bits: at["0.00", bits]["ms"] / at["0.00", 16]["ms"] for bits in (8, 4, 3, 2)}
-    assert max(at_16k[bits] for bits in (8, 4, 2)) <= 1
-    assert at_16k[3] == pytest.approx(4 / 3, abs=0.02)
+    longer = {case: ms[case] / ms[*case[:3], 16] for case in ms if case[3] < 16}
+    shown = {f"{ratio:.2f}" for ratio in (min(longer.values()), max(longer.values()))}
+    at_16k = {bits: longer[16384, 1, "0.00", bits] for bits in (4, 3)}
+    assert shown | {f"{ratio:.2f}" for ratio in at_16k.values()} <= figures(
+        "docs/results/speed.md", "with all heads full, a step takes"
+    )
