@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kvsurgery.templates.kv_layout import TILE, KVLayout
 from kvsurgery.vllm.groups import Bucket, Groups, Plan
@@ -19,12 +19,13 @@ class Bin(NamedTuple):
     kept: int
 
 
-def first_block(prompt: int, kept: int, size: int) -> int:
+def first_block(prompt: Any, kept: int, size: int) -> Any:
     """The first block of `size` tokens with places that heads move tokens of a prompt to, once it is complete.
 
     From there on, blocks are of one request only. With tiles, the first tokens of each head lie where it begins.
+    `prompt` is the length of a prompt, or a tensor of lengths.
     """
-    return max(prompt - kept, 0) // size
+    return (prompt - kept) * (prompt > kept) // size
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ class BudgetedAttention(Attention):
     ) -> None:
         super().__init__(*args, attn_backend=self.backend(), **options)
         self.budget, self.selection, self.bin, self.size = budget, selection, bin, size
-        # queries of prompts that come in chunks, by the block of the first one. What a cancelled prompt leaves is
-        # smaller than the block.
+        # queries of prompts that come in chunks, by the block of the first one. Those of a cancelled prompt stay until
+        # another prompt has first ones in the block.
         self.waiting: dict[int, torch.Tensor] = {}
 
     def backend(self) -> type:

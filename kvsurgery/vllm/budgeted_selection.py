@@ -68,9 +68,8 @@ class SelectingImpl:
         begin = max(request.past, start) - request.past
         held = query[request.start + begin : request.start + cut - request.past]
         if request.past > start or cut < request.prompt:
-            block = int(
-                request.table[start // kv_cache.shape[2]]
-            )  # that no other request has: tokens move to before it
+            # no other request has the block of the first of these tokens: heads write before it
+            block = int(request.table[start // kv_cache.shape[2]])
             if request.past > start:
                 held = torch.cat((layer.waiting.pop(block), held))
             if cut < request.prompt:

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from kvsurgery.templates.kv_layout import TILE
 from kvsurgery.vllm.budgeted import Bin, first_block
 from kvsurgery.vllm.manager import SinkWindowManager
-from kvsurgery.vllm.spec import SinkWindowSpec
+from kvsurgery.vllm.spec import SinkWindowSpec, arguments
 from kvsurgery.vllm.tiles import Tiling
 
 
@@ -44,7 +44,7 @@ class PromptsSpec(FullAttentionSpec):
     @classmethod
     def beside(cls, spec: FullAttentionSpec) -> PromptsSpec:
         """The cache of full heads whose spec is this where no heads have budgets."""
-        return cls(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init})
+        return cls(**arguments(spec))
 
 
 class PromptsFullManager(PromptsManager, FullAttentionManager):
@@ -58,7 +58,7 @@ class PromptsWindowSpec(SinkWindowSpec):
     @classmethod
     def beside(cls, spec: SinkWindowSpec) -> PromptsWindowSpec:
         """The cache of newest tokens whose spec is this where no heads have budgets."""
-        return cls(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init})
+        return cls(**arguments(spec))
 
 
 class PromptsWindowManager(PromptsManager, SinkWindowManager):
@@ -218,7 +218,7 @@ class BudgetedNewestManager(WholePromptManager):
 
 
 KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(PromptsSpec, PromptsFullManager, uniform_type_base_spec=FullAttentionSpec)
+KVCacheSpecRegistry.register(PromptsSpec, PromptsFullManager, uniform_type_base_spec=PromptsSpec)
 KVCacheSpecRegistry.register(PromptsWindowSpec, PromptsWindowManager, uniform_type_base_spec=SinkWindowSpec)
 KVCacheSpecRegistry.register(BudgetedSpec, BudgetedManager, uniform_type_base_spec=BudgetedSpec)
 KVCacheSpecRegistry.register(BudgetedNewestSpec, BudgetedNewestManager, uniform_type_base_spec=BudgetedNewestSpec)

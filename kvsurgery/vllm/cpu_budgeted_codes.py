@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
+from kvsurgery.vllm.budgeted import first_block
 from kvsurgery.vllm.budgeted_cpu import BudgetedBuilder, BudgetedImpl
 from kvsurgery.vllm.budgeted_selection import Reading, SelectingTilesImpl
 from kvsurgery.vllm.cpu import GatheringBackend
@@ -118,7 +119,7 @@ class BudgetedNewestBuilder(BudgetedBuilder):
             pasts[rows],
             totals[rows],
             prompts[rows],
-            (prompts[rows] - self.kept).clamp(min=0) // self.size * self.size,
+            first_block(prompts[rows], self.kept, self.size) * self.size,
             rows,
             self.size,
         )

@@ -129,8 +129,8 @@ def ignored(config: Any, codes: bool) -> Iterator[str]:
         )
     if has_budgets(config):
         yield (
-            "vLLM serves budgeted heads, but refuses beams; its prefix cache shares the beginnings of prompts, and no "
-            "answers"
+            "vLLM serves budgeted heads, but refuses beams; its prefix cache shares only what precedes the kept tokens "
+            "of a prompt"
         )
 
 
@@ -200,6 +200,8 @@ def _check_budgets(layout: KVLayout) -> None:
             f"vLLM needs budgeted heads that keep their first {sinks} tokens unquantized to select as many; convert "
             f"with a larger `budgeted.window` or a smaller --kv-sink, {ELSEWHERE}"
         )
+    if window_sizes(layout):
+        raise ValueError(f"vLLM serves no streaming heads beside budgeted ones, not even in other layers; {ELSEWHERE}")
     if any(layer.source is not None or layer.native or not layer.heads for layer in layout.attended):
         raise ValueError(
             "vLLM serves budgeted heads only where all layers have a KV cache of their own and no sliding window of "

@@ -134,8 +134,8 @@ def _check_settings(vllm_config: Any, layout: KVLayout) -> None:
             "pipeline parallelism has not been tested, since vLLM's CPU build fails on it also with stock models; use "
             f"tensor parallelism, {ORIGINAL}"
         )
-    if parallel.enable_dbo:
-        raise ServingError(f"two micro-batches a step have not been tested; leave out --enable-dbo, {ORIGINAL}")
+    if parallel.use_ubatching:
+        raise ServingError(f"micro-batches have not been tested; leave out --enable-dbo and --ubatch-size, {ORIGINAL}")
     if cache.kv_sharing_fast_prefill:
         raise ServingError(f"--kv-sharing-fast-prefill has not been tested; leave it out, {ORIGINAL}")
     budgets = any(layer.budgets for layer in layout.layers)

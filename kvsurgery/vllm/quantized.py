@@ -56,7 +56,7 @@ def kernels_read(layout: KVLayout) -> bool:
     """Whether Triton kernels read all of these tiles.
 
     They read those of full and budgeted heads where no layer stores full heads otherwise, and where nothing but
-    streaming and budgeted heads in the model's dtype is beside them.
+    streaming or budgeted heads in the model's dtype is beside them.
     """
     return all(
         (layer.quantization or not layer.full)

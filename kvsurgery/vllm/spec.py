@@ -19,6 +19,11 @@ from kvsurgery.vllm.manager import SinkWindowManager
 ONE_STATE = -1  # `tokens_per_state` of a block that holds one state, in which a shared prefix may end
 
 
+def arguments(spec: Any) -> dict[str, Any]:
+    """What a spec was made with, to make one of a subclass."""
+    return {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SinkWindowSpec(SlidingWindowSpec):
     """A sliding window beside the first `sink` tokens, whose start moves by `stride` tokens at a time.
@@ -111,7 +116,7 @@ class ChunkSpec(ChunkedLocalAttentionSpec):
     @classmethod
     def of(cls, spec: ChunkedLocalAttentionSpec, bin: int) -> ChunkSpec:
         """A stock spec with a bin."""
-        return cls(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init}, bin=bin)
+        return cls(**arguments(spec), bin=bin)
 
     def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
         """Whether these may share a cache group: chunks of one bin."""

@@ -16,6 +16,7 @@ from kvsurgery.templates.kv_codes import nearest, rotated
 from kvsurgery.templates.kv_layout import TILE
 from kvsurgery.templates.kv_softmax import Scoring
 from kvsurgery.vllm import paged_budgets, paged_codes
+from kvsurgery.vllm.budgeted import first_block
 from kvsurgery.vllm.budgeted_selection import Reading, SelectingTilesImpl
 from kvsurgery.vllm.paged_budgets import Blocks
 from kvsurgery.vllm.paged_codes import Line, Pages, QueryBlocks, lines, programs_of
@@ -157,7 +158,7 @@ class BudgetedCodesBuilder(TiledBudgetsBuilder):
         gaps = self.dropped(prompt)
         tiles = self.tiling.read(position - gaps)
         layer, programs = self.layer, programs_of(table.device)
-        first_sinks = (prompt - self.most_kept).clamp(min=0) // layer.newest.size * layer.newest.size
+        first_sinks = first_block(prompt, self.most_kept, layer.newest.size) * layer.newest.size
         fields = (request, number, count, position, tiles, gaps, first_sinks)
         rows = torch.stack(torch.broadcast_tensors(*fields), -1).int()
         blocks = QueryBlocks(1, rows, number)

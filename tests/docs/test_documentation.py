@@ -44,6 +44,7 @@ OF_LM_EVAL = {
 OF_VLLM = {
     "--disable-hybrid-kv-cache-manager",
     "--enable-dbo",
+    "--ubatch-size",
     "--kv-cache-dtype",
     "--kv-sharing-fast-prefill",
     "--language-model-only",

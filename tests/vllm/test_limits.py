@@ -54,7 +54,7 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
         config.text_config = SimpleNamespace(**vars(config), **text)
     images = SimpleNamespace(language_model_only=changes.pop("language_model_only", False))
     sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
-    parallel = {f"{kind}_parallel_size": 1 for kind in sizes} | {"enable_dbo": False}
+    parallel = {f"{kind}_parallel_size": 1 for kind in sizes} | {"use_ubatching": False}
     cache = {
         "enable_prefix_caching": True,
         "cache_dtype": "auto",
@@ -95,6 +95,10 @@ REFUSED = {
         settings({**BUDGETS, "quantization": asdict(Quantization(8, sink=9))}),
         "first 9 tokens .* larger .budgeted.window. or a smaller --kv-sink",
     ),
+    "budgets beside streaming heads": (
+        settings({**BUDGETS, "layers": [*BUDGETS["layers"][:1], {"blocks": [[2, 2]], "sink": 4, "recent": 8}]}),
+        "no streaming heads beside budgeted ones",
+    ),
     "budgets beside windows": (
         settings({**BUDGETS, "layers": [*BUDGETS["layers"][:1], NATIVE]}),
         "no sliding window of the model",
@@ -113,7 +117,7 @@ REFUSED = {
     "suffix": (settings(speculative_config=SimpleNamespace(method="suffix")), "suffix has not been tested; use ngram"),
     "context": (settings(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
     "pipeline": (settings(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
-    "micro-batches": (settings(parallel={"enable_dbo": True}), "leave out --enable-dbo"),
+    "micro-batches": (settings(parallel={"use_ubatching": True}), "leave out --enable-dbo and --ubatch-size"),
     "fp8": (settings(cache={"cache_dtype": "fp8"}), "fp8 KV cache .* leave out --kv-cache-dtype"),
     "int4": (settings(cache={"cache_dtype": "int4_per_token_head"}), "int4_per_token_head KV cache"),
     "fast prefill": (

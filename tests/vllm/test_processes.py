@@ -22,6 +22,7 @@ from tests.vllm.serving import (
     BUDGETED,
     assert_equal,
     assert_held_as_forecast,
+    cached_tokens,
     converted,
     engine,
     generate,
@@ -128,9 +129,9 @@ def test_a_place_has_the_largest_budget_of_any_process() -> None:
     assert [layer.budgets for layer in common(layout, 2).layers] == [(100, 90), (7, 6)]
     assert common(layout, 2).layers[0].blocks == ((1, 2),)
     assert places(layout.parts(2)[0]) == {(1, 1): (0, 0), (0, 1): (0, 1), (1, 0): (1, 0), (0, 0): (1, 1)}
-    other = replace(layers[1], quantization=Quantization(4))
-    layout = KVLayout((layers[0], other), head_dim=64)
-    assert [layer.budgets for layer in common(layout, 2).layers] == [(90, 8), (100, 6)]
+    for other in ({"quantization": Quantization(4)}, {"head_dim": 128}):
+        layout = KVLayout((layers[0], replace(layers[1], **other)), head_dim=64)
+        assert [layer.budgets for layer in common(layout, 2).layers] == [(90, 8), (100, 6)]
 
 
 def test_processes_with_other_numbers_of_full_heads_have_none_in_common() -> None:
@@ -168,5 +169,9 @@ def test_two_processes_give_the_tokens_of_one_and_of_the_emitted_model(
     with engine(checkpoint.folder, max_num_batched_tokens=chunk, **shared) as llm:
         found = generate(llm, ROWS)
         assert_held_as_forecast(llm, common(layout, 2), ROWS[4], quantized="kv_bits" in options)
-    assert_equal(found, alone, tolerance)
-    assert_equal(found, wanted, tolerance)
+        before = cached_tokens(llm)
+        again = generate(llm, ROWS)
+        assert "kv_bits" in options or cached_tokens(llm) > before
+    for shared_tokens in (found, again):
+        assert_equal(shared_tokens, alone, tolerance)
+        assert_equal(shared_tokens, wanted, tolerance)
