@@ -177,7 +177,7 @@ class TestServingLimits:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (["--rest", "budgeted", "--budget", 8], "vLLM serves budgeted heads in one process"),
+            (["--rest", "budgeted", "--budget", 8], "vLLM serves budgeted heads, but refuses beams"),
             (["--kv-bits", 8], ""),
             (["--kv-bits", 8, "--kv-streaming", "--recent", 512], "vLLM ignores the quantized cache (--kv-bits)"),
             (["--sparsity", 0.5], ""),
@@ -191,7 +191,7 @@ class TestServingLimits:
 
     def test_said_by_fit(self, here):
         options = ["--rest", "budgeted", "--memory", "780KiB", "--context", "1K"]
-        assert "vLLM serves budgeted heads in one process" in run("fit", "llama", "--profile", PROFILE, *options).err
+        assert "vLLM serves budgeted heads, but refuses beams" in run("fit", "llama", "--profile", PROFILE, *options).err
 
 
 def test_a_context_beyond_the_model_is_said_where_nothing_fits(checkpoint, tmp_path):
