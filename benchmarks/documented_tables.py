@@ -86,7 +86,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         beyond_context.table: ("beyond-context", "lists"),
         beyond_cost.table: ("beyond-cost",),
         cache_report.asked_table: ("which-cache-at-end",),
-        cache_report.table: ("which-cache", "which-cache-qwen"),
+        cache_report.table: ("which-cache", "which-cache-qwen", "which-cache-qwen-moby-dick"),
         generated_answers.table: ("generated-answers",),
         host_work.table: ("host-work",),
         human_eval.table: ("human-eval",),

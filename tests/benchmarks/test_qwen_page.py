@@ -50,6 +50,23 @@ def test_two_bits_and_streaming_heads() -> None:
     assert ROWS[streaming].scores.more.high < ROWS[two].scores.more.mean
 
 
+def test_with_another_novel() -> None:
+    report = json.loads((ROOT / "benchmarks/results/which-cache-qwen-moby-dick.json").read_text())
+    rows = {row.name: row for row in cache_report.rows(report)}
+    recalled = {name: f"{row.scores.recall.mean:.0%}" for name, row in rows.items()}
+    kl = {name: row.scores.kl.mean for name, row in rows.items()}
+    bits = [f"kvsurgery, all heads full, {bits} bits" for bits in (4, 2)]
+    assert {recalled[name] for name in ("original", *bits)} <= figures(PAGE, "**Bits** again")
+    assert all(rows[name].scores.more.low <= 0 <= rows[name].scores.more.high for name in bits)
+    streaming, budgets = "kvsurgery, 50% of heads full by er", "kvsurgery, budgets of 1024 by er, 4 bits"
+    snapkv, kvzip = "SnapKVPress, 35%", "KVzipPress, 35%"
+    assert {recalled[name] for name in (streaming, budgets, snapkv)} <= figures(PAGE, "**Heads and budgets** again")
+    assert kl[snapkv] < min(kl[streaming], kl[budgets])
+    assert kl[kvzip] > max(kl[snapkv], kl[budgets])
+    assert {recalled[kvzip], f"{kl[kvzip]:.4f}"} <= figures(PAGE, "**KVzip** with")
+    assert rows[kvzip].share == 1
+
+
 def test_programs() -> None:
     results = json.loads((ROOT / "benchmarks/results/human-eval.json").read_text())["results"]
     ours = [f"kvsurgery, {bits} bits, measured" for bits in (4, 3, 2)]

@@ -191,7 +191,9 @@ class TestServingLimits:
 
     def test_said_by_fit(self, here):
         options = ["--rest", "budgeted", "--memory", "780KiB", "--context", "1K"]
-        assert "vLLM serves budgeted heads, but refuses beams" in run("fit", "llama", "--profile", PROFILE, *options).err
+        assert (
+            "vLLM serves budgeted heads, but refuses beams" in run("fit", "llama", "--profile", PROFILE, *options).err
+        )
 
 
 def test_a_context_beyond_the_model_is_said_where_nothing_fits(checkpoint, tmp_path):
