@@ -102,7 +102,10 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         short_steps.table: ("short-steps",),
         tasks.table: ("real-model-tasks", "real-model-tasks-4096"),
         vllm_serving.table: (
-            *(f"vllm-serving{sizes}" for sizes in ("", "-codes", "-bfloat16", "-1024-768", "-768-896", "-512-1024")),
+            *(
+                f"vllm-serving{sizes}"
+                for sizes in ("", "-codes", "-bfloat16", "-qwen", "-qwen-half", "-1024-768", "-768-896", "-512-1024")
+            ),
             *(f"vllm-equal-load-{load}" for load in (100, 1000, "codes")),
         ),
     }

@@ -69,6 +69,14 @@ def test_what_the_docs_say_beside_vllms_8_bit_floats() -> None:
     assert shown <= figures("docs/vllm.md", "as many requests at once as 8-bit floats")
 
 
+def test_what_the_docs_say_of_a_model_of_1500_million_parameters() -> None:
+    for name in ("qwen", "qwen-half"):
+        report = json.loads((ROOT / "benchmarks" / "results" / f"vllm-serving-{name}.json").read_text())
+        _, converted = report["ratios"].values()
+        assert f"{converted['requests_per_cpu_second']:.2f}" in figures("docs/vllm.md", "On this model too")
+        assert [result["most_running"] for result in report["results"].values()] == [4, report["load"]["requests"]]
+
+
 def test_what_the_docs_say_of_codes_at_equal_load() -> None:
     report = json.loads((ROOT / "benchmarks" / "results" / "vllm-equal-load-codes.json").read_text())
     assert all(result["preemptions"] == 0 for result in report["results"].values())
