@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_encode import ChunkEncoder, Encoder, EncodingLayer, best_places
-from kvsurgery.templates.kv_gather import gather, mixed, similarity
+from kvsurgery.templates.kv_gather import gather, similarity
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_received import attention_received
 from kvsurgery.templates.kv_reform import Reform
@@ -58,11 +58,11 @@ class Method(Protocol):
         """Read a text [1, tokens], before a question and so many new tokens, together no more than `new`."""
 
 
-Read = TypeVar("Read", bound=Reading)
+Read = TypeVar("Read")
 
 
 def duplicate(reading: Read, model: PreTrainedModel) -> Read:
-    """A copy of what was read, which goes on by itself with the same model."""
+    """A copy of what reads or was read, which goes on by itself with the same model."""
     return copy.deepcopy(reading, {id(module): module for module in model.modules()})
 
 
@@ -179,24 +179,9 @@ class Embedded:
         prompt, start = torch.cat([self.text, question], 1), self.text.shape[1]
         last_embeddings = self.encoder.read(input_ids=prompt[:, len(self.embeddings) :])
         embeddings = torch.cat([self.embeddings, last_embeddings])
-        scores = self.scores(similarity(embeddings, embeddings[start:].to(question.device)), prompt[0], start)
+        scores = similarity(embeddings, embeddings[start:].to(question.device))
         places = gather(scores, start, self.encoder.reform)
         return Plain(self.model, len(places) + self.new), prompt[:, places]
-
-    def scores(self, similarities: torch.Tensor, prompt: torch.Tensor, question: int) -> torch.Tensor:
-        """Scores of a prompt's tokens, float32 [tokens]: their similarities to the question, which begins there."""
-        return similarities
-
-
-@dataclass(frozen=True)
-class Retrieved(Embedded):
-    """The same, whose similarities are mixed with the scores of a retriever."""
-
-    part: int = 128
-
-    def scores(self, similarities: torch.Tensor, prompt: torch.Tensor, question: int) -> torch.Tensor:
-        token_scores = part_scores(prompt.tolist(), question, self.part).repeat_interleave(self.part)
-        return mixed(similarities, F.pad(token_scores, (0, len(prompt) - len(token_scores))))
 
 
 @dataclass(frozen=True)
@@ -205,20 +190,11 @@ class Gathered:
 
     settings: Reform
     name: str = "REFORM"
-    reading: ClassVar[type[Embedded]] = Embedded
 
     def read(self, model: PreTrainedModel, text: torch.Tensor, new: int) -> Reading:
         encoder = Encoder(model.model, KVLayout.from_config(model.config), self.settings)
         whole_length = text.shape[1] // self.settings.chunk * self.settings.chunk
-        return self.reading(model, encoder, text, new, encoder.read(input_ids=text[:, :whole_length]))
-
-
-@dataclass(frozen=True)
-class Mixed(Gathered):
-    """REFORM with BM25's scores of the tokens' parts, as `generate(token_scores=...)` mixes them."""
-
-    name: str = "REFORM with BM25"
-    reading: ClassVar[type[Embedded]] = Retrieved
+        return Embedded(model, encoder, text, new, encoder.read(input_ids=text[:, :whole_length]))
 
 
 class Reader(ChunkEncoder):

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from . import kv_softmax, kv_torch
-from .kv_cache import HandingLayer, Handle, KVLayerCache
+from .kv_cache import Handle, KVLayerCache
 from .kv_columns import check_padding, leading_padding
 from .kv_kind import Forward, by_heads, shares, split_heads
 from .kv_layout import LayerLayout
@@ -32,6 +32,7 @@ kv_cuda: Any = None  # the path of kernels, where `find_kernels` has found them
 kv_graph: Any = None
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
+SHARES = "is_kv_shared_layer"  # of a stock attention module that attends to keys and values of an earlier layer
 
 
 class Running(NamedTuple):
@@ -166,7 +167,7 @@ def attention(
             if layer.runs:  # still, with what this forward may take back
                 return kv_torch.step(query, key, value, layer, scaling), None
         layout = layer.layout
-    elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not _shares(module)):
+    elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not getattr(module, SHARES, False)):
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
     elif attention_mask is not None and attention_mask.dtype not in (torch.int32, torch.int64):
         raise TypeError("attention masks must be two-dimensional padding masks")
@@ -174,7 +175,11 @@ def attention(
     if layer is not None and local_layout is not layout:
         layer.hold(local_layout, key)
     scoring = Scoring.of(query, scaling, softcap, dropout)
-    needs_grad = torch.is_grad_enabled() and _needs_grad(layer, query, key, value, s_aux)
+    states = query, key, value, s_aux
+    is_shared = isinstance(layer, KVLayerCache) and layer.shared  # gradients may be wanted by layers that share it
+    needs_grad = torch.is_grad_enabled() and (
+        is_shared or any(getattr(part, "requires_grad", False) for part in states)
+    )
     path = kv_torch if needs_grad or local_layout.chunked else _path(query, dropout)  # kernels know no chunks
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         from . import kv_blocks
@@ -226,23 +231,12 @@ def _stock_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _shares(module: AttentionModule) -> bool:
-    """Whether a stock module attends to the keys and values of an earlier layer."""
-    return getattr(module, "is_kv_shared_layer", False)
-
-
 def _path(query: torch.Tensor, dropout: float) -> AttentionPath:
     """Where attention without gradients is computed: kernels on CUDA, but for dropout; plain torch otherwise."""
     if kv_cuda is None or not query.is_cuda or dropout:
         return kv_torch
     supported = query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
     return kv_cuda if supported and kv_cuda.has_tensor_cores(query.device) else kv_torch
-
-
-def _needs_grad(layer: HandingLayer | None, *states: torch.Tensor | None) -> bool:
-    """Whether gradients are wanted of what these states become, by this layer or by those that share its cache."""
-    shared = isinstance(layer, KVLayerCache) and layer.shared
-    return shared or any(part.requires_grad for part in states if part is not None)
 
 
 def _without_cache(
@@ -338,7 +332,7 @@ def own_layout(layout: LayerLayout, heads: int, module: AttentionModule) -> Laye
     if heads == layout.heads:
         return layout
     # layers that share a cache have no projection of keys
-    projection = getattr(module, "q_proj" if _shares(module) else "k_proj", None)
+    projection = getattr(module, "q_proj" if getattr(module, SHARES, False) else "k_proj", None)
     mesh = getattr(getattr(projection, "weight", None), "device_mesh", None)
     # the mesh's dimensions of data parallelism come first
     processes = max(layout.heads // heads, 1) if mesh is None else mesh.shape[-1]

@@ -9,13 +9,14 @@ from torch.nn.attention.bias import causal_lower_right
 from . import kv_decode, kv_store
 from .kv_cache import KVLayerCache
 from .kv_prefill import prefill, prefill_with_lse
-from .kv_softmax import Scoring, Span, Window
+from .kv_softmax import Scoring, Span, Window, rows_apart
 
 try:
     from flash_attn import flash_attn_func
 except ImportError:
     flash_attn_func = None
 
+LONG = 8192  # tokens of padded rows, for which fused attention gains more than waiting for the device takes
 KERNELS = True  # whether budgeted heads select and move tokens by kernels
 
 
@@ -67,21 +68,22 @@ def attend(
         assert not window.chunked  # the kernels know no chunks
         if window.before is not None:
             span = span._replace(first=span.past - window.before[0].shape[2])
-            keys = torch.cat([window.before[0], keys], 2)
-            values = torch.cat([window.before[1], values], 2)
+            keys, values = (torch.cat(parts, 2) for parts in zip(window.before, (keys, values), strict=True))
         return prefill(query, keys, values, span, scoring, window)
     past, skipped = span.past, span.padding
     if span.first is None and not torch.is_tensor(skipped) and skipped <= past:  # rows alike: by column from there on
         stop = past + query.shape[2] - skipped  # there may be fewer slots than columns
         return attend(query, keys[:, :, :stop], values[:, :, :stop], Span(past - skipped), scoring)
-    if span.first is None or torch.is_tensor(skipped) or skipped:
+    # flash attention knows soft caps but no sinks, SDPA neither; in float32, SDPA has a mask of all pairs
+    unfused = query.dtype == torch.float32 or scoring.sinks is not None or (scoring.softcap and not flash_attn_func)
+    if not unfused and torch.is_tensor(skipped) and not past and query.shape[2] >= LONG:
+        return rows_apart(functools.partial(attend, span=Span(0), scoring=scoring), skipped, query, keys, values)
+    if unfused or span.first is None or torch.is_tensor(skipped) or skipped:
         return prefill(query, keys, values, span, scoring)
-    if flash_attn_func is not None and query.dtype in (torch.float16, torch.bfloat16) and scoring.sinks is None:
+    if flash_attn_func is not None:
         states = (part.transpose(1, 2) for part in (query, keys, values))
         softcap = {"softcap": scoring.softcap} if scoring.softcap else {}
         return flash_attn_func(*states, softmax_scale=scoring.scale, causal=True, **softcap).transpose(1, 2)
-    if scoring.explicit or query.dtype == torch.float32:  # there, SDPA has a mask of all pairs
-        return prefill(query, keys, values, span, scoring)
     mask = causal_lower_right(query.shape[2], keys.shape[2]) if past else None
     return F.scaled_dot_product_attention(
         query, keys, values, mask, is_causal=not past, scale=scoring.scale, enable_gqa=True

@@ -217,13 +217,6 @@ def past_recording_restored(cache: KVSurgeryCache | None) -> Generator[None]:
             cache.columns.record_past = recorded
 
 
-def leave_out(arguments: dict, tokens: int) -> None:
-    """Let a forward begin after so many tokens of its input."""
-    for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
-        if arguments.get(name) is not None:
-            arguments[name] = arguments[name][..., tokens:]
-
-
 def with_kv_cache(forward: Callable) -> Callable:
     """Wrap a stock model's `forward`: it makes a `KVSurgeryCache` where a cache is wanted, and checks the mask."""
     signature = inspect.signature(forward)
@@ -235,7 +228,9 @@ def with_kv_cache(forward: Callable) -> Callable:
                 kwargs[CACHE] = kwargs.pop(name)
         arguments = by_name(signature.bind_partial(self, *args, **kwargs))
         if isinstance(cache := arguments.get(CACHE), KVSurgeryCache) and cache.repeated:
-            leave_out(arguments, cache.repeated)
+            for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
+                if arguments.get(name) is not None:
+                    arguments[name] = arguments[name][..., cache.repeated :]
             cache.repeated = 0
         mask = arguments.get("attention_mask")
         cache = arguments.get(CACHE)

@@ -150,8 +150,7 @@ class HeadGroup:
 
     def window(self, seen: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in the last `tokens` columns of `seen`, oldest first; what is padding there is arbitrary."""
-        columns = torch.arange(seen - tokens, seen, device=self.keys.device)[None]
-        return self.at(columns - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None]))
+        return self.at(self.lengths(seen) + torch.arange(-tokens, 0, device=self.keys.device))
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [batch, heads, n, head_dim] at positions, int64 [1 or batch, n]; of others arbitrary ones."""

@@ -28,7 +28,6 @@ from transformers.utils import logging
 
 from benchmarks.provenance import record_versions
 from benchmarks.real_model.models import stock
-from benchmarks.real_model.paraphrases import paraphrased_prompts
 from benchmarks.real_model.trials import Prompt, chained_prompts, listing_prompts, prompts
 from benchmarks.recurrent_methods import (
     BM25,
@@ -37,7 +36,6 @@ from benchmarks.recurrent_methods import (
     InfiniPot,
     InfLLM,
     Method,
-    Mixed,
     Reading,
     Recurrent,
     Truncation,
@@ -57,19 +55,14 @@ LENGTHS = (4000, 8000, 16000, 32000, 64000)
 SETTINGS = Reform((), chunk=512, encode_budget=1024, window=64, keep=64, pool=33, recompute_budget=1024)
 FACTS = 4  # of a text
 ROOM, LIST = 128, 48  # tokens, for a question and its answer, and for an answer that lists words
-ASKED = {
-    "single": prompts,
-    "two-hops": chained_prompts,
-    "list": listing_prompts,
-    "other-words": paraphrased_prompts,
-}
+ASKED = {"single": prompts, "two-hops": chained_prompts, "list": listing_prompts}
 DTYPES = ("bfloat16", "float32")
 CATALYST = "\n\nThe secret word of the"  # how all questions begin
 
 
 def choosing(settings: Reform) -> list[Method]:
     """Methods that answer with a cache of tokens that are chosen when a question is asked."""
-    return [Full(), Gathered(settings), BM25(settings), Mixed(settings), Truncation(settings)]
+    return [Full(), Gathered(settings), BM25(settings), Truncation(settings)]
 
 
 def recurrent(settings: Reform, catalyst: list[int]) -> list[Method]:
@@ -199,7 +192,7 @@ def main() -> None:
         "--questions",
         choices=ASKED,
         default="single",
-        help="about a fact each, two facts, all of a text, or a fact in other words",
+        help="about a fact each, two facts, or all of a text",
     )
     parser.add_argument("--texts", type=int, default=25, help="texts of each length")
     parser.add_argument("--recurrent-texts", type=int, default=5, help="of which all methods read so many")

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.real_model import beyond_context
-from benchmarks.real_model.paraphrases import FACT, QUESTION, SUBJECTS, paraphrased_prompts
 from benchmarks.real_model.trials import listing_prompts, prompts
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
@@ -21,8 +20,7 @@ from tests.docs.pages import figures
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "docs/results/long-prompts.md"
-MIXED = "REFORM with BM25"
-FEW = ["full attention", "REFORM", "BM25 retrieval", MIXED, "truncation"]
+FEW = ["full attention", "REFORM", "BM25 retrieval", "truncation"]
 NAMES = [*FEW, "H2O", "StreamingLLM", "InfiniPot", "InfLLM-like blocks"]
 
 
@@ -95,7 +93,7 @@ def test_what_fits_is_answered_as_by_the_model(beyond_folder: Path, words: PreTr
     emitted = beyond_context.emitted(model, beyond_context.dimensions(model.config)[0])
     settings = beyond_context.replace(beyond_context.SETTINGS, heads=((0, "q", 1),))
     for method in [*beyond_context.choosing(settings), *beyond_context.recurrent(settings, [1])]:
-        if method.name not in ("REFORM", "BM25 retrieval", MIXED):  # which gather, and fill what is left
+        if method.name not in ("REFORM", "BM25 retrieval"):  # which gather, and fill what is left
             with torch.inference_mode():
                 reading = method.read(emitted, tokens, 16)
                 for question, answer in zip(questions, expected, strict=True):
@@ -115,20 +113,6 @@ def test_a_list_counts_the_words_that_an_answer_holds(
     found = beyond_context.measure(beyond_context.Truncation(beyond_context.SETTINGS), emitted, prompt)
     assert found["right"] == [True, False, True, False]
     assert len(found["seconds"]) == 1
-
-
-def test_questions_in_other_words_share_no_word_with_their_facts(
-    beyond_folder: Path, words: PreTrainedTokenizerFast
-) -> None:
-    for said, other in SUBJECTS:
-        fact, question = (set(re.findall(r"\w+", text.lower())) for text in (FACT.format(said, ""), QUESTION + other))
-        assert fact & question <= {"of"}
-    haystack = Haystack.read(str(beyond_folder / "text.txt"), words, 600)
-    for prompt in paraphrased_prompts(words, haystack, 600, 4, 2, 0):
-        assert len(prompt.text) == 600
-        for question, place in zip(prompt.questions, prompt.places, strict=True):
-            fact = prompt.text[place - question.answer : place].tolist()
-            assert question.tokens[-question.answer :] == fact
 
 
 def names(page: str) -> set[str]:
@@ -171,7 +155,7 @@ def test_the_documents_say_what_was_measured() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "beyond-context.json").read_text())
     results = found["results"]
     assert {len(samples) for samples in results.values()} == {found["texts"]} == {25}
-    names = {*NAMES[1:]} - {MIXED}
+    names = {*NAMES[1:]}
     assert all(names <= {*sample} for samples in results.values() for sample in samples)
     right = {
         (length, name): beyond_context.recalled(samples, name).mean
@@ -211,7 +195,7 @@ def test_lists_hold_as_many_words_as_the_docs_say() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "lists.json").read_text())
     results = found["results"]
     assert {len(samples) for samples in results.values()} == {found["texts"]} == {25}
-    assert all({*FEW[1:]} - {MIXED} <= {*sample} for samples in results.values() for sample in samples)
+    assert all({*FEW[1:]} <= {*sample} for samples in results.values() for sample in samples)
 
     def ahead(name: str, other: str, *lengths: str) -> set[str]:
         words = beyond_context.recalled([sample for length in lengths for sample in results[length]], name, other)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from benchmarks import recurrent
@@ -21,11 +20,9 @@ from benchmarks.recurrent_methods import (
     InfiniPot,
     InfLLM,
     Method,
-    Mixed,
     Recurrent,
     Session,
     Truncation,
-    part_scores,
 )
 from benchmarks.recurrent_report import ABOVE, H2O, OURS, RANDOM, WORST, verdicts
 from kvsurgery.templates.kv_reform import Reform
@@ -39,7 +36,7 @@ RECURRENT = {
     "InfiniPot": lambda settings: Recurrent(settings, "", partial(InfiniPot, catalyst=[recurrent.task.RECALL])),
     "InfLLM": lambda settings: Recurrent(settings, "", InfLLM),
 }
-CHOOSING = {"truncation": Truncation, "BM25": BM25, "REFORM": Gathered, "REFORM with BM25": Mixed}
+CHOOSING = {"truncation": Truncation, "BM25": BM25, "REFORM": Gathered}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +51,7 @@ def asked(method: Method, prompt: torch.Tensor) -> tuple[Session, torch.Tensor]:
 
 
 def made(name: str, settings: Reform) -> Method:
-    if "BM25" in name:
+    if name == "BM25":
         pytest.importorskip("bm25s")
     return (RECURRENT | CHOOSING)[name](settings)
 
@@ -118,18 +115,6 @@ def test_reform_is_what_generate_of_a_converted_checkpoint_does(
         [output], [places] = converted.generate(prompt, **greedy, return_gathered=True)
         assert asked(Gathered(SMALL), prompt)[1].equal(prompt[:, places])
         assert recurrent.answer(Gathered(SMALL), prompt) == output[prompt.shape[1] :].tolist()
-
-
-def test_a_retriever_is_mixed_in_as_by_generate(prompts: torch.Tensor, converted: PreTrainedModel) -> None:
-    pytest.importorskip("bm25s")
-    question = prompts.shape[1] - SMALL.query_length
-    for prompt in prompts[:, None]:
-        scores = part_scores(prompt[0].tolist(), question, 128).repeat_interleave(128)
-        scores = pad(scores, (0, prompt.shape[1] - len(scores)))[None]
-        options = {"max_new_tokens": 1, "pad_token_id": 0, "return_gathered": True}
-        _, [places] = converted.generate(prompt, **options, token_scores=scores)
-        assert asked(Mixed(SMALL), prompt)[1].equal(prompt[:, places])
-        assert not asked(Gathered(SMALL), prompt)[1].equal(prompt[:, places])
 
 
 def rows(length: int, **changes: dict) -> list[dict]:

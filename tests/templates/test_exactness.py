@@ -7,8 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvsurgery.checkpoint.family import load_family
+from kvsurgery.templates import kv_softmax
+from kvsurgery.templates.kv_softmax import Scoring, Span
 from tests.helpers.families import CACHE_PATHS, FAMILIES, WITH_STATES, config_of, largest, rounding, tokens
 from tests.helpers.gpu_strides import lay_out_as_on_a_gpu
+from tests.helpers.kernel_reference import prefill_reference
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder
 
@@ -142,6 +145,27 @@ def test_left_padded_rows_equal_their_unpadded_selves(mixed, family):
         alone = logits(model, ids[row : row + 1, LENGTH - length :])
         for found in (whole, uncached, in_chunks, by_token):
             assert largest(found[row, -length:] - alone[0], alone) <= rounding(family)
+
+
+@pytest.mark.parametrize("past", [0, 9])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 3.0, "sinks": torch.tensor([-2.0, 0.0, 1.0, 4.0])}], ids=["plain", "explicit"]
+)
+def test_padded_rows_are_read_without_their_padding(past, options):
+    """On a CPU fused attention has no mask then; a row may be all padding so far. Gradients are those of the mask."""
+    torch.manual_seed(0)
+    padding, scoring = torch.tensor([0, 5, past + 3, past + 20]), Scoring(0.3, **options)
+    states = [states.requires_grad_() for states in (torch.randn(4, 4, 20, 16), *torch.randn(2, 4, 2, past + 20, 16))]
+    exact_states = [part.detach().double().requires_grad_() for part in states]
+    expected = prefill_reference(*exact_states, Span(past, padding), scoring)
+    found = kv_softmax.causal(*states, padding, scoring)
+    assert largest(found - expected, expected) <= 1e-5
+    assert not found[3].any()
+    weights = torch.randn_like(found)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for part, exact in zip(states, exact_states, strict=True):
+        assert largest(part.grad - exact.grad, exact.grad) <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", *WITH_STATES])

@@ -220,6 +220,27 @@ def test_full_heads_get_the_same_whatever_is_fastest(past: int, softcap: float |
         assert largest(output.double() - exact.transpose(1, 2), exact) <= 2e-3
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("flash", [False, True], ids=["SDPA", "flash attention"])
+def test_long_padded_rows_go_to_fused_attention_one_by_one(flash: bool, softcap: float | None, monkeypatch) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 20, 16, dtype=torch.float16)
+    keys, values = torch.randn(2, 3, 2, 20, 16, dtype=torch.float16)
+    padding, scoring, launched = torch.tensor([0, 7, 20]), Scoring(0.3, softcap), []
+    prefill = kv_cuda.prefill
+    monkeypatch.setattr(kv_cuda, "prefill", lambda *args, **options: launched.append(1) or prefill(*args, **options))
+    if flash:
+        monkeypatch.setattr(kv_cuda, "flash_attn_func", flash_attention)
+    short = kv_cuda.attend(query, keys, values, Span(0, padding), scoring)
+    assert len(launched) == 1
+    monkeypatch.setattr(kv_cuda, "LONG", 20)
+    long = kv_cuda.attend(query, keys, values, Span(0, padding), scoring)
+    assert len(launched) == (1 if flash or softcap is None else 2)
+    exact = kv_softmax.causal(query.double(), keys.double(), values.double(), padding, scoring)
+    for output in (short, long):
+        assert largest(output.double() - exact, exact) <= 2e-3
+
+
 @pytest.mark.parametrize("past", [0, 37])
 def test_learned_sinks_are_left_to_the_kernel(past: int, monkeypatch) -> None:
     """SDPA and flash attention have none."""
