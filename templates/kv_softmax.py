@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from .kv_layout import LayerLayout, in_window
 
-BLOCK = 256  # queries per block of a streaming group
+BLOCK = 256  # queries per block of a streaming group, and of padded rows that are worth a call each
 SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
 LOWEST = -1.0e30  # stands in for the log-sum-exp of nothing, so that differences are no NaN
 Skipped = int | torch.Tensor  # columns that every row skips, or that each one does, int64 [batch] on the device
@@ -190,7 +190,7 @@ def causal(
         keys, values: [batch, kv_heads, past + tokens, head_dim], by column.
     """
     past, padded = keys.shape[2] - query.shape[2], torch.is_tensor(skipped) or skipped
-    if torch.is_tensor(skipped) and not skipped.is_cuda and query.shape[2] > 1:
+    if torch.is_tensor(skipped) and not skipped.is_cuda and query.shape[2] >= BLOCK:
         return rows_apart(lambda *states: causal(*states, 0, scoring), skipped, query, keys, values)
     if past or padded or scoring.explicit:
         return blocks(query, keys, values, past, by_column(skipped), scoring)

@@ -3,8 +3,9 @@
     python benchmarks/real_model/gathered.py MODEL --profile reform.safetensors --text book.txt --json gathered.json
 
 Twelve facts stand between the sentences of a text. Two questions ask for each: one has the words of the fact, the
-other shares no word with it but "of". A fact counts as gathered where all of its tokens are. Nothing is answered, so a
-model that cannot answer such questions shows too which tokens its heads find. A run continues from its JSON file.
+other shares no word with it but "of". A fact counts as gathered where all of its tokens are, and ranks first where no
+other fact has a token with a higher score. Nothing is answered, so a model that cannot answer such questions shows too
+which tokens its heads find. A run continues from its JSON file.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ RETRIEVER = "BM25 retrieval"
 
 @torch.inference_mode()
 def measure(model: PreTrainedModel, profiles: dict[str, Reform], facts: Facts) -> dict[str, dict[str, Any]]:
-    """By method, words of the questions and budget: whether each fact is gathered."""
+    """By method and words of the questions: which facts are gathered, by budget, and each one's rank by its best token
+    among the facts, of which equal ones share the last place."""
     head_dim = dimensions(model.config)[1]
     all_heads = tuple(head for settings in profiles.values() for head in settings.heads)
     encoder = Encoder(model.model, KVLayout.from_config(model.config), replace(SETTINGS, heads=all_heads))
@@ -57,18 +59,22 @@ def measure(model: PreTrainedModel, profiles: dict[str, Reform], facts: Facts) -
             embeddings = torch.cat([text_embeddings, duplicate(encoder, model).read(input_ids=tokens)])
             parts = embeddings.split([head_dim * len(settings.heads) for settings in profiles.values()], 1)
             by_words = retrieved(prompt[0].tolist(), start)
-            scores = {}
+            scores = {RETRIEVER: by_words}
             for name, part in zip(profiles, parts, strict=True):
                 scores[f"REFORM, {name}"] = similarity(part, part[start:])
                 scores[f"REFORM with BM25, {name}"] = mixed(scores[f"REFORM, {name}"], by_words)
-            for budget in BUDGETS:
-                settings = replace(SETTINGS, recompute_budget=budget)
-                places = {RETRIEVER: BM25(settings).choose(prompt, start)}
-                places |= {name: gather(values, start, settings) for name, values in scores.items()}
-                for name, kept in places.items():
-                    is_found = bool(torch.isin(torch.tensor(span), kept).all())
-                    by_budget = found.setdefault(name, {}).setdefault(words, {})
-                    by_budget.setdefault(str(budget), []).append(is_found)
+            for name, values in scores.items():
+                results = found.setdefault(name, {}).setdefault(words, {"gathered": {}, "ranks": []})
+                best = torch.stack([values[fact.start : fact.stop].max() for fact in facts.spans])
+                results["ranks"].append(int((best >= values[span.start : span.stop].max()).sum()))
+                for budget in BUDGETS:
+                    settings = replace(SETTINGS, recompute_budget=budget)
+                    if name == RETRIEVER:
+                        places = BM25(settings).choose(prompt, start)
+                    else:
+                        places = gather(values, start, settings)
+                    is_gathered = bool(torch.isin(torch.tensor(span), places).all())
+                    results["gathered"].setdefault(str(budget), []).append(is_gathered)
     return found
 
 
@@ -79,24 +85,22 @@ def retrieved(prompt: list[int], question: int) -> torch.Tensor:
     return torch.nn.functional.pad(scores, (0, len(prompt) - len(scores)))
 
 
-def share(samples: list[dict[str, Any]], name: str, words: str, budget: str, other: str | None = None) -> Interval:
-    """The share of facts that are gathered, or the difference to another method's, over the texts."""
-    means = np.array(
-        [[np.mean(sample[method][words][budget]) for sample in samples] for method in (name, other) if method]
-    )
-    resampled = resampled_means(means, 0)
-    if other is None:
-        return interval(means[0].mean(), resampled[0])
-    return interval(means[0].mean() - means[1].mean(), resampled[0] - resampled[1])
+def share(samples: list[dict[str, Any]], name: str, words: str, budget: int | None = None) -> Interval:
+    """The share of facts that are gathered, or that rank first without a budget, over the texts."""
+    results = [sample[name][words] for sample in samples]
+    rights = [np.equal(each["ranks"], 1) if budget is None else each["gathered"][str(budget)] for each in results]
+    means = np.mean(rights, 1)
+    return interval(means.mean(), resampled_means(means[None], 0)[0])
 
 
 def table(report: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table: a row for each method and the words of its questions."""
-    lines = [f"| method | question in | {' | '.join(f'{budget:,} tokens' for budget in BUDGETS)} |"]
-    lines.append("|---" * (len(BUDGETS) + 2) + "|")
+    budgets = [*map(int, report["samples"][0][RETRIEVER][WORDS[0]]["gathered"])]
+    lines = [f"| method | question in | {' | '.join(f'{budget:,} tokens' for budget in budgets)} | ranks first |"]
+    lines.append("|---" * (len(budgets) + 3) + "|")
     for name in report["samples"][0]:
         for words in WORDS:
-            shares = [share(report["samples"], name, words, str(budget)) for budget in BUDGETS]
+            shares = [share(report["samples"], name, words, budget) for budget in (*budgets, None)]
             cells = [f"{part.mean:.0%} [{part.low:.0%}, {part.high:.0%}]" for part in shares]
             lines.append(f"| {' | '.join([name, words, *cells])} |")
     return lines

@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.real_model import beyond_context, gathered
 from benchmarks.real_model.paraphrases import FACT, FACTS, QUESTION, SUBJECTS, WORDS, texts
 from kvsurgery.text.haystack import Haystack
+from tests.docs.pages import figures
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_questions_in_other_words_share_no_word_with_their_facts(
@@ -49,11 +52,13 @@ def test_a_run_goes_on_from_its_file(
     [sample] = written["samples"]
     assert [*sample] == ["BM25 retrieval", "REFORM, reform", "REFORM with BM25, reform"]
     for by_words in sample.values():
-        for budgets in by_words.values():
-            assert {len(found) for found in budgets.values()} == {FACTS}
-            assert sum(budgets["160"]) < sum(budgets["600"])
-    by_words = sample["BM25 retrieval"]
-    assert sum(by_words["its own words"]["600"]) > sum(by_words["other words"]["600"])
+        for found in by_words.values():
+            assert {len(each) for each in found["gathered"].values()} == {FACTS} == {len(found["ranks"])}
+            assert sum(found["gathered"]["160"]) < sum(found["gathered"]["600"])
+            assert {*found["ranks"]} <= {*range(1, FACTS + 1)}
+    own, other = sample["BM25 retrieval"].values()
+    assert sum(own["gathered"]["600"]) > sum(other["gathered"]["600"])
+    assert sum(own["ranks"]) < sum(other["ranks"])
     sample["BM25 retrieval"] = "kept"
     results.write_text(json.dumps(written))
     sys.argv[-1] = "2"
@@ -85,3 +90,34 @@ def test_a_text_is_embedded_once(beyond_folder: Path, words: PreTrainedTokenizer
     for _ in range(2):
         question = gathered.duplicate(encoder, model).read(input_ids=prompt[:, 256:])
         assert torch.allclose(torch.cat([text, question]), whole, atol=1e-5)
+
+
+def test_the_pages_say_what_is_gathered() -> None:
+    """Asked in other words, REFORM gathers more facts than a retriever by words, and than both mixed."""
+    page = "docs/results/long-prompts.md"
+    retriever, own_heads, mixed = "BM25 retrieval", "REFORM, measured heads", "REFORM with BM25, measured heads"
+    own_words, other_words = WORDS
+    found = {}
+    for name in ("gathered-qwen", "gathered-smollm2"):
+        samples = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["samples"]
+        found[name] = samples
+        reform = gathered.share(samples, own_heads, other_words, 1024)
+        assert reform.low > gathered.share(samples, retriever, other_words, 1024).high
+        assert reform.low > gathered.share(samples, mixed, other_words, 1024).high
+        assert gathered.share(samples, own_heads, other_words).low > 0.5
+        assert gathered.share(samples, own_heads, own_words, 1024).mean == 1
+        assert f"{gathered.share(samples, retriever, own_words, 1024).mean:.0%}" in figures(
+            page, "In the fact's own words"
+        )
+        assert f"{gathered.share(samples, mixed, other_words, 1024).mean:.0%}" in figures(
+            page, "BM25 mixed into REFORM"
+        )
+        assert f"{gathered.share(samples, own_heads, other_words).mean:.0%}" in figures(page, "ranks first in")
+        shares = {f"{gathered.share(samples, each, other_words, 1024).mean:.0%}" for each in (own_heads, retriever)}
+        assert shares <= figures(page, "In other words")
+    qwen = found["gathered-qwen"]
+    assert f"{gathered.share(qwen, own_heads, other_words, 1024).mean:.0%}" in figures(
+        "README.md", "Beyond the context"
+    )
+    papers_heads = gathered.share(qwen, "REFORM, paper's heads", other_words)
+    assert f"{papers_heads.mean:.0%}" in figures(page, "ranks first in")
