@@ -16,7 +16,7 @@ try:
 except ImportError:
     flash_attn_func = None
 
-LONG = 8192  # tokens of padded rows, for which fused attention gains more than waiting for the device takes
+LONG = 8192  # tokens of padded rows for which fused attention should gain more than waiting takes; not timed
 KERNELS = True  # whether budgeted heads select and move tokens by kernels
 
 

@@ -190,23 +190,22 @@ def causal(
         keys, values: [batch, kv_heads, past + tokens, head_dim], by column.
     """
     past, padded = keys.shape[2] - query.shape[2], torch.is_tensor(skipped) or skipped
-    if torch.is_tensor(skipped) and not skipped.is_cuda and query.shape[2] >= BLOCK:
+    is_plain = not past and not scoring.explicit
+    if is_plain and torch.is_tensor(skipped) and skipped.device.type == "cpu" and query.shape[2] >= BLOCK:
         return rows_apart(lambda *states: causal(*states, 0, scoring), skipped, query, keys, values)
-    if past or padded or scoring.explicit:
+    if not is_plain or padded:
         return blocks(query, keys, values, past, by_column(skipped), scoring)
     return F.scaled_dot_product_attention(
         query, keys, values, dropout_p=scoring.dropout, is_causal=True, scale=scoring.scale, enable_gqa=True
     )
 
 
-def rows_apart(attend: Callable, skipped: torch.Tensor, query: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
-    """Attend row by row without padding, which gets zeros: `causal` then needs no mask. Waits for the device."""
-    output, past = torch.zeros_like(query), states[0].shape[2] - query.shape[2]
-    for row, skip in enumerate(skipped.tolist()):
-        begin = max(skip - past, 0)
-        parts = query[row : row + 1, :, begin:], *(part[row : row + 1, :, skip:] for part in states)
-        if begin < query.shape[2]:
-            output[row : row + 1, :, begin:] = attend(*parts)
+def rows_apart(attend: Callable, skipped: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+    """Attend row by row over queries, keys and values of the same columns, without padding, which gets zeros."""
+    output = torch.zeros_like(states[0])
+    for row, skip in enumerate(skipped.expand(len(output)).tolist()):
+        if skip < output.shape[2]:
+            output[row : row + 1, :, skip:] = attend(*(part[row : row + 1, :, skip:] for part in states))
     return output
 
 

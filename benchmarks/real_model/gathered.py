@@ -4,7 +4,7 @@
 
 Twelve facts stand between the sentences of a text. Two questions ask for each: one has the words of the fact, the
 other shares no word with it but "of". A fact counts as gathered where all of its tokens are, and ranks first where no
-other fact has a token with a higher score. Nothing is answered, so a model that cannot answer such questions shows too
+other fact has a token with as high a score. Nothing is answered, so a model that cannot answer such questions shows too
 which tokens its heads find. A run continues from its JSON file.
 """
 
@@ -100,8 +100,10 @@ def table(report: dict[str, Any]) -> list[str]:
     lines.append("|---" * (len(budgets) + 3) + "|")
     for name in report["samples"][0]:
         for words in WORDS:
-            shares = [share(report["samples"], name, words, budget) for budget in (*budgets, None)]
+            columns = budgets if name == RETRIEVER else (*budgets, None)  # it ranks parts, which may hold two facts
+            shares = [share(report["samples"], name, words, budget) for budget in columns]
             cells = [f"{part.mean:.0%} [{part.low:.0%}, {part.high:.0%}]" for part in shares]
+            cells.extend("-" * (len(budgets) + 1 - len(cells)))
             lines.append(f"| {' | '.join([name, words, *cells])} |")
     return lines
 

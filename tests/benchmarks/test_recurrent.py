@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks import recurrent
+from benchmarks.real_model.gathered import retrieved
 from benchmarks.recurrent_methods import (
     BM25,
     Gathered,
@@ -25,6 +26,9 @@ from benchmarks.recurrent_methods import (
     Truncation,
 )
 from benchmarks.recurrent_report import ABOVE, H2O, OURS, RANDOM, WORST, verdicts
+from kvsurgery.templates.kv_encode import Encoder
+from kvsurgery.templates.kv_gather import gather, mixed, similarity
+from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
 from tests.helpers.emitted import emitted_class
 
@@ -115,6 +119,19 @@ def test_reform_is_what_generate_of_a_converted_checkpoint_does(
         [output], [places] = converted.generate(prompt, **greedy, return_gathered=True)
         assert asked(Gathered(SMALL), prompt)[1].equal(prompt[:, places])
         assert recurrent.answer(Gathered(SMALL), prompt) == output[prompt.shape[1] :].tolist()
+
+
+def test_a_retriever_is_mixed_in_as_by_generate(prompts: torch.Tensor, converted: PreTrainedModel) -> None:
+    pytest.importorskip("bm25s")
+    model = recurrent.recall_model()
+    question = prompts.shape[1] - SMALL.query_length
+    for prompt in prompts[:, None]:
+        scores = retrieved(prompt[0].tolist(), question)
+        options = {"max_new_tokens": 1, "pad_token_id": 0, "return_gathered": True, "token_scores": scores[None]}
+        embeddings = Encoder(model.model, KVLayout.from_config(model.config), SMALL).read(input_ids=prompt)
+        similarities = similarity(embeddings, embeddings[question:])
+        assert converted.generate(prompt, **options)[1][0].equal(gather(mixed(similarities, scores), question, SMALL))
+        assert not gather(similarities, question, SMALL).equal(gather(mixed(similarities, scores), question, SMALL))
 
 
 def rows(length: int, **changes: dict) -> list[dict]:

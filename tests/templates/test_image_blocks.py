@@ -216,7 +216,7 @@ def test_gradients_are_the_stock_models(all_full, family):
     for model in (converted.auto.from_pretrained(converted.source, **options).eval(), converted.load(**options)):
         model(**inputs, labels=labels, use_cache=False).loss.backward()
         found.append(model.get_decoder().layers[0].mlp.up_proj.weight.grad)
-    assert largest(found[1] - found[0], found[0]) <= 1e-4  # rounding differs between processors
+    assert largest(found[1] - found[0], found[0]) <= 1e-4  # 2e-5 in float32 on a processor without AVX-512
 
 
 @families
