@@ -250,7 +250,8 @@ def _without_cache(
 ) -> torch.Tensor:
     """All heads over their own input, or each text of a row by itself; nothing is selected, nothing is quantized."""
     if mask is None or mask.shape[3] == 1:
-        return _over_rows(query, key, value, 0 if mask is None else mask.flatten(), layout, path, scoring)
+        padding = 0 if mask is None else mask.flatten().expand(len(query)).contiguous()  # a mask may have one row
+        return _over_rows(query, key, value, padding, layout, path, scoring)
     earlier_tokens = key.shape[2] - query.shape[2]  # whose queries are not asked
     rows = []
     for starts, *states in zip(mask, *(states.chunk(len(mask)) for states in (query, key, value)), strict=True):

@@ -203,7 +203,7 @@ def causal(
 def rows_apart(attend: Callable, skipped: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
     """Attend row by row over queries, keys and values of the same columns, without padding, which gets zeros."""
     output = torch.zeros_like(states[0])
-    for row, skip in enumerate(skipped.expand(len(output)).tolist()):
+    for row, skip in enumerate(skipped.tolist()):
         if skip < output.shape[2]:
             output[row : row + 1, :, skip:] = attend(*(part[row : row + 1, :, skip:] for part in states))
     return output

@@ -1,5 +1,6 @@
 """A converted checkpoint computes what the definition says: on every family, in one go, in chunks, and padded."""
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -147,16 +148,15 @@ def test_left_padded_rows_equal_their_unpadded_selves(mixed, family):
             assert largest(found[row, -length:] - alone[0], alone) <= rounding(family)
 
 
-@pytest.mark.parametrize("padding", [[0, 5, 19, 20], [7]], ids=["by row", "of all rows"])
-def test_padded_rows_are_read_without_their_padding(padding, monkeypatch):
+def test_padded_rows_are_read_without_their_padding(monkeypatch):
     """On a CPU fused attention has no mask then; a row may be all padding so far. Gradients are those of the mask."""
     torch.manual_seed(0)
     monkeypatch.setattr(kv_softmax, "BLOCK", 20)
     monkeypatch.setattr(kv_softmax, "blocks", None)
-    padding, scoring = torch.tensor(padding), Scoring(0.3)
+    padding, scoring = torch.tensor([0, 5, 19, 20]), Scoring(0.3)
     states = [states.requires_grad_() for states in (torch.randn(4, 4, 20, 16), *torch.randn(2, 4, 2, 20, 16))]
     exact_states = [part.detach().double().requires_grad_() for part in states]
-    expected = prefill_reference(*exact_states, Span(0, padding.expand(4)), scoring)
+    expected = prefill_reference(*exact_states, Span(0, padding), scoring)
     found = kv_softmax.causal(*states, padding, scoring)
     assert largest(found - expected, expected) <= 1e-5
     weights = torch.randn_like(found)
@@ -164,6 +164,16 @@ def test_padded_rows_are_read_without_their_padding(padding, monkeypatch):
     (expected * weights).sum().backward()
     for part, exact in zip(states, exact_states, strict=True):
         assert largest(part.grad - exact.grad, exact.grad) <= 1e-5
+
+
+@pytest.mark.parametrize("block", [256, 16])
+def test_a_mask_of_one_row_is_that_of_all_rows(mixed, monkeypatch, block):
+    model, ids = mixed("llama").model, tokens(3, LENGTH, seed=2)
+    monkeypatch.setattr(sys.modules[type(model).__module__.rsplit(".", 1)[0] + ".kv_softmax"], "BLOCK", block)
+    _, mask, position_ids = left_padded(ids, [30, 30, 30])
+    expected = logits(model, ids, use_cache=False, attention_mask=mask, position_ids=position_ids)
+    found = logits(model, ids, use_cache=False, attention_mask=mask[:1], position_ids=position_ids)
+    assert found.equal(expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", *WITH_STATES])
@@ -189,8 +199,6 @@ def test_odd_sizes_of_sink_and_window(checkpoint, tmp_path, sink, recent):
 
 def test_prefill_in_query_blocks(mixed, monkeypatch):
     """Inputs longer than a block of queries: with blocks of 16, every path of the prefill runs many of them."""
-    import sys
-
     converted = mixed("llama")
     attention = sys.modules[type(converted.model).__module__.rsplit(".", 1)[0] + ".kv_softmax"]
     ids, mask, position_ids = left_padded(tokens(2, 100, seed=5), [100, 71])
