@@ -36,7 +36,6 @@ from benchmarks.real_model import (
     heads_report,
     human_eval,
     long_answers,
-    padded_prompts,
     repository,
     running_balances,
     selection_cost,
@@ -96,7 +95,6 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         layer_bits.table: ("layer-bits",),
         long_answers.table: ("long-answers", "long-text", "held-answers", "held-answers-bundled"),
         memory_budgets.table: ("memory-budgets", "memory-budgets-gemma3"),
-        padded_prompts.table: ("padded-prompts",),
         query_rounding.table: ("query-rounding", "query-rounding-gemma3", "query-rounding-qwen"),
         quantized_cache.table: ("quantized-cache-1024", "quantized-cache-4096", "quantized-cache-bundled"),
         repository.table: ("repository",),
@@ -130,6 +128,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         **{f"gpu, {section}": lambda lines=lines: lines for section, lines in gpu.items()},
         "recurrent": lambda: recurrent_report.recall_table(results("recurrent")["results"]),
         "cpu-decode": lambda: cpu_decode.table(results("cpu-decode")["rows"], 16384, 1),
+        "padded-prompts": from_results(short_steps.table, "padded-prompts", "stock ratio"),
         "equal-bytes": lambda: equal_bytes.table([*map(results, EQUAL_BYTES)]),
         "profiles": profiles_agree,
     }

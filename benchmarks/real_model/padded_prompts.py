@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from benchmarks.provenance import record_versions
 from benchmarks.real_model.models import converted, stock
-from benchmarks.real_model.short_steps import in_fresh_memory
+from benchmarks.real_model.short_steps import in_fresh_memory, table
 from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
@@ -54,16 +54,6 @@ def measure(stock_model: PreTrainedModel, model: PreTrainedModel, rows: int, len
     return {name: statistics.median(times) for name, times in seconds.items()} | ratios
 
 
-def table(report: dict[str, Any]) -> list[str]:
-    """Lines of a Markdown table: the converted model's time as a share of stock's."""
-    lengths = report["settings"]["lengths"]
-    lines = [f"| | {' | '.join(f'{length:,} tokens' for length in lengths)} |", "|---" * (len(lengths) + 1) + "|"]
-    for name, results in report["results"].items():
-        ratios = [f"{result['stock ratio']:.2f}" for result in results.values()]
-        lines.append(f"| {name} | {' | '.join(ratios)} |")
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint")
@@ -91,7 +81,7 @@ def main() -> None:
         report["results"][name] = results
         record_versions(report, name)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print("\n".join(table(json.loads(arguments.json.read_text()))))
+    print("\n".join(table(json.loads(arguments.json.read_text()), "stock ratio")))
 
 
 if __name__ == "__main__":

@@ -66,12 +66,12 @@ def measure(models: list[PreTrainedModel], length: int, steps: int) -> dict[str,
     return {"stock": statistics.median(stock_times), "converted": statistics.median(converted_times), "ratio": ratio}
 
 
-def table(report: dict[str, Any]) -> list[str]:
-    """Lines of a Markdown table."""
+def table(report: dict[str, Any], ratio: str = "ratio") -> list[str]:
+    """Lines of a Markdown table of a ratio, by the name that results have for it."""
     lengths = report["settings"]["lengths"]
     lines = [f"| | {' | '.join(f'{length:,} tokens' for length in lengths)} |", "|---" * (len(lengths) + 1) + "|"]
     for name, results in report["results"].items():
-        ratios = [f"{result['ratio']:.2f}" for result in results.values()]
+        ratios = [f"{result[ratio]:.2f}" for result in results.values()]
         lines.append(f"| {name} | {' | '.join(ratios)} |")
     return lines
 
