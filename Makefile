@@ -20,7 +20,7 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo real real-short real-large real-rows test test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-vllm-load test-wheel coverage lint format environments clean
+.PHONY: demo real real-short real-large real-rows test test-all test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-vllm-load test-wheel coverage lint format environments clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -48,6 +48,10 @@ real-rows: .venv/ready
 test: .venv/ready
 	.venv/bin/python $(PYTEST)
 
+# these targets run some of the cases that are much alike; here they run every one, which takes hours
+test-all: export CASES = all
+test-all: test test-matrix test-kernels test-ptx test-extras test-vllm
+
 # while working: what decides a conversion, without models; under a minute on two cores
 FAST = checkpoint metrics policy profile text test_recipe.py test_structure.py templates/test_kv_layout.py
 test-fast: .venv/ready
@@ -60,7 +64,7 @@ COMMANDS = bench compute compute_families convert evaluate hub_convert parallel_
 REST = distributed/test_tensor_parallel.py bench evaluate/test_decoding.py test_hub.py $(COMMANDS:%=cli/test_%.py)
 REST += $(patsubst %,templates/test_%.py,budgeted chunked_attention encode hold kv_cache quantized)
 TORCH_ONLY = any_operations or every_cache_path_equals or quantized_twice or every_way_in or tile_by_tile or minutes
-TORCH_ONLY += or without_loss or more_bits or decoding_of_quantized_heads
+TORCH_ONLY += or without_loss or more_bits or decoding_of_quantized_heads or compiled_forward
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-4.%: .venv-4.%/ready
@@ -83,7 +87,7 @@ test-ptx: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest $(PTX)
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest $(PTX)
 
-test-ptx-all: export PTX_CASES = all
+test-ptx-all: export CASES = all
 test-ptx-all: PTX += tests/templates/test_kernel_resources.py
 test-ptx-all: test-ptx
 

@@ -10,15 +10,19 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from tests.helpers.kept_gcc import keep_compiled
+
 # where programs and data lie, and the switches of the tests themselves
 KEPT = {"CUDA_VISIBLE_DEVICES", "HOME", "LD_LIBRARY_PATH", "PATH", "TMPDIR"}
-KEPT |= {"KVSURGERY_SHARED", "LOAD_REQUESTS", "LOAD_SEEDS", "TRITON_INTERPRET"}
+KEPT |= {"CASES", "KVSURGERY_SHARED", "LOAD_REQUESTS", "LOAD_SEEDS", "TRITON_INTERPRET"}
 for name in [*os.environ]:
     if name not in KEPT and not name.startswith("PYTEST_"):
         del os.environ[name]
 # nothing listens at this port, so a test that asks the Hub by mistake fails at once
 os.environ |= {"COLUMNS": "80", "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
 os.environ["MATPLOTLIBRC"] = os.devnull  # pictures look the same whatever the home folder's settings say
+
+keep_compiled()
 
 os.fsync = lambda descriptor: None  # nothing here has to survive a power failure, so nothing waits for the disk
 

@@ -17,6 +17,7 @@ from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.measure import retrieval
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
+from tests.helpers.cases import some
 from tests.helpers.command import done, refused
 from tests.helpers.families import CACHE_PATHS, FAMILIES, SHARED_CACHE, WITH_STATES, stock
 from tests.helpers.vocabularies import tokenizer
@@ -80,7 +81,7 @@ def layers(family: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> ModelLay
 
 
 @pytest.mark.skipif(not WITH_STATES, reason="no such family in this version of transformers")
-@pytest.mark.parametrize("family", [name for name in (*SHARED_CACHE, *WITH_STATES) if name in CACHE_PATHS])
+@pytest.mark.parametrize("family", some([name for name in (*SHARED_CACHE, *WITH_STATES) if name in CACHE_PATHS], 2))
 def test_every_method_finds_the_head_that_does_something(layers: ModelLayers) -> None:
     for method, options in METHODS.items():
         done("profile", "compute", "model", "--method", method, *options, "-o", method)

@@ -17,6 +17,7 @@ from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.adapter import convert_adapter
 from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import CheckpointError, OutputError, UnsupportedModel
+from tests.helpers.cases import some
 from tests.helpers.command import run
 from tests.helpers.families import EVERY, largest, tokens
 from tests.helpers.surgery import convert_folder
@@ -81,7 +82,7 @@ def converted(checkpoint, tmp_path_factory):
     return convert_folder(checkpoint("llama-bias"), tmp_path_factory.mktemp("out") / "llama", sparsity=0.5, sink=50)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", some(EVERY, 2))
 def test_families(mixed, checkpoint, tmp_path, name):
     """Compared in the stock class, which computes no head as streaming."""
     folder = mixed(name).folder

@@ -12,6 +12,7 @@ from kvsurgery.system.processes import Processes
 from tests.distributed import measuring, process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
+from tests.helpers.cases import some
 from tests.helpers.families import WITH_STATES, make, stock
 from tests.helpers.measured_models import measured_model
 from tests.helpers.tiny_recall import FOLDER
@@ -33,7 +34,7 @@ TYPES = {"gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", CASES)
+@pytest.mark.parametrize("count", some(CASES))
 def test_processes_measure_what_one_does(count, tmp_path):
     """Sharded weights, prompts dealt to all, gradients summed; embeddings that are tied to the head."""
     cases = [case for case in CASES[count] if case[1] in (1, count) or process.MESHES]

@@ -15,6 +15,7 @@ from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.distributed import process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
+from tests.helpers.cases import some
 from tests.helpers.families import FAMILIES as AVAILABLE
 from tests.helpers.families import MROPE, WITH_STATES, largest, make
 from tests.helpers.surgery import convert_folder, random_profile
@@ -92,7 +93,7 @@ def alone(folders):
     return cache(lambda name: process.compute(process.load(folders[name])))
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", some([2, 4]))
 def test_processes_do_together_what_one_does(folders, alone, tmp_path, count):
     """One launch for all of it: a test each would launch them in every worker of pytest.
 

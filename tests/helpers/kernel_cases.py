@@ -662,5 +662,5 @@ COMPARISONS: list[tuple[Callable, tuple]] = [
     *((check_prefill_blocks, (padding,)) for padding in (None, [0, 140, 60, 190])),
 ]
 COMPARISONS.sort(key=lambda one: _later(*one))
-# target and dtype in which the emulator runs each of them, by turns; float32 takes longest to compile
+# target and dtype in which the emulator runs every third of them, by turns; float32 takes longest to compile
 TURNS = [(80, "bf16"), (80, "fp16"), (80, "bf16"), (80, "fp32"), (80, "bf16"), (90, "bf16"), (80, "bf16"), (90, "fp16")]

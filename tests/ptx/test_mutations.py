@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from kvsurgery.templates import kv_decode  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
+from tests.helpers.cases import ALL  # noqa: E402
 from tests.helpers.kernel_cases import (  # noqa: E402
     FULL,
     VALUE_NORM,
@@ -35,7 +36,6 @@ from tests.ptx.launches import install  # noqa: E402
 from tests.ptx.parser import Kernel  # noqa: E402
 
 OLDEST = triton.__version__.startswith("3.6.")
-ALL = os.environ.get("PTX_CASES") == "all"
 SYNCHRONIZES = re.compile(r"bar\.sync|cp\.async\.wait_group|wgmma\.wait_group\.sync\.aligned")
 SHARED = re.compile(r"(ld|st)\.shared.*|(ld|st)matrix.*|cp\.async\.c[ag].*|wgmma\.mma_async.*|ret|bra.*")
 KINDS = [FULL, (4, 60, 60)]

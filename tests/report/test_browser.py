@@ -1,8 +1,11 @@
 """The page in a browser: two widths, two color schemes, no network."""
 
+from itertools import product
+
 import pytest
 from matplotlib import image
 
+from tests.helpers.cases import some
 from tests.report.browser import CHROMIUM, browser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
@@ -15,9 +18,7 @@ def tab(tmp_path_factory):
         yield opened
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("shown", ["report", "compared"])
+@pytest.mark.parametrize(("shown", "scheme", "width"), some(product(["report", "compared"], SCHEMES, WIDTHS)))
 def test_it_looks_right(tab, request, shown, tmp_path, width, scheme):
     page = request.getfixturevalue(shown) / "index.html"
     tab.open(page, width, scheme)

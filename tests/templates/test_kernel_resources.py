@@ -1,8 +1,8 @@
 """The kernels compiled for A100 and H100 without one, as a batch of one row launches them.
 
 No stack, but for decoding over tiles and packing clipped tokens; room for the blocks that should share a
-multiprocessor; and the shared memory of a block of the cases that the emulator does not run for A100.
-`make test-ptx-all` compiles every case in 16 and in 32 bit, and all for stack and registers.
+multiprocessor; and the shared memory of a block of some cases. `make test-ptx-all` compiles every case in 16 and in 32
+bit, and all for stack and registers.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvsurgery.templates.kv_prefill import prefill, prefill_with_lse  # noqa: E4
 from kvsurgery.templates.kv_softmax import Scoring, Span, Window  # noqa: E402
 from kvsurgery.templates.kv_storage import HeadTable  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
+from tests.helpers.cases import ALL, some  # noqa: E402
 
 SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
 COMBINE_BLOCKS, APPEND_BLOCKS = 2, 12
@@ -44,7 +45,6 @@ REGISTERS = 64 * 1024  # of a multiprocessor
 STACK = 32  # bytes: a few words that a decode program keeps from row to row; test_kernel_instructions.py has its loops
 PACK_STACK = 64  # bytes: what a program that packs clipped tokens keeps, once in 128 tokens
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-ALL = os.environ.get("PTX_CASES") == "all"
 OLDEST = triton.__version__.startswith("3.6.")  # that pyproject.toml allows
 
 
@@ -108,10 +108,10 @@ def cases(names: str, nearest: list[tuple], *others: tuple) -> pytest.MarkDecora
     """Parametrize a test by target and case.
 
     The oldest Triton compiles them for A100, which together leave the least room: the cases nearest to a limit, one of
-    each way through a kernel, and every third of the others. The newest one compiles the nearest for H100.
+    each way through a kernel, and every sixth of the others. The newest one compiles some of the nearest for H100.
     """
-    every = [(80, case) for case in [*nearest, *(others if ALL else others[::3])]] if OLDEST else []
-    every += [(90, case) for case in nearest] if ALL or not OLDEST else []
+    every = [(80, case) for case in [*nearest, *some(others, 6)]] if OLDEST else []
+    every += [(90, case) for case in some(nearest, 4)] if ALL or not OLDEST else []
     given = [pytest.param(target, *case, id=f"sm{target}-{'-'.join(map(str, case))}") for target, case in every]
     return pytest.mark.parametrize(f"compiled, {names}", given, indirect=["compiled"])
 
@@ -441,34 +441,22 @@ def test_launches_of_a_selection(number: int, monkeypatch: pytest.MonkeyPatch) -
     assert operations.names == []
 
 
-# H100 has instructions of its own only where 64 rows and more of 16 bits are multiplied, in prefill
+# A100 has the least room, and H100 instructions of its own only where 64 rows and more of 16 bits are multiplied, in
+# prefill. What counts is an element's size
 CASES = [
-    *((80, compare, case) for compare, case in kernel_cases.COMPARISONS),
-    *((90, kernel_cases.check_prefill, (case,)) for case in kernel_cases.PREFILL),
+    *((80, *case, dtype) for case in kernel_cases.COMPARISONS for dtype in (torch.float32, torch.bfloat16)),
+    *((90, kernel_cases.check_prefill, (case,), torch.bfloat16) for case in kernel_cases.PREFILL),
 ]
 
 
-def not_emulated(number: int, target: int, case: tuple, dtype: torch.dtype) -> bool:
-    """Whether the emulator, which checks shared memory too, does not run a case for A100.
-
-    What counts is an element's size, and float32 slots of heads of 256 are the largest.
-    """
-    if target == 90:
-        return dtype == torch.bfloat16
-    turn, _ = kernel_cases.TURNS[number % len(kernel_cases.TURNS)]
-    return dtype == torch.float32 and (turn == 90 or getattr(case[0], "head_dim", 0) == 256)
-
-
-@pytest.mark.skipif(not OLDEST, reason="the oldest Triton compiles every case")
+@pytest.mark.skipif(not OLDEST, reason="the oldest Triton compiles these cases")
 @pytest.mark.parametrize(
     ("compiled", "compare", "case", "dtype"),
     [
         pytest.param(
             target, compare, case, dtype, id=f"sm{target}-{compare.__name__}-{'-'.join(map(str, case))}-{dtype}"
         )
-        for number, (target, compare, case) in enumerate(CASES)
-        for dtype in (torch.bfloat16, torch.float32)
-        if not_emulated(number, target, case, dtype) or (ALL and target == 80)
+        for target, compare, case, dtype in some(CASES, 13)
     ],
     indirect=["compiled"],
 )

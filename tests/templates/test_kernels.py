@@ -1,7 +1,7 @@
 """The Triton kernels, in Triton's interpreter (`make test-kernels`) and on a GPU (`make test-gpu`).
 
 The interpreter must be on before kernels are imported. It runs every third case, by turns in two dtypes. The emulator
-runs each case once (`make test-ptx`), and like a GPU all of them in every dtype (`make test-ptx-all`).
+runs every third case too (`make test-ptx`), and like a GPU all of them in every dtype (`make test-ptx-all`).
 """
 
 from __future__ import annotations

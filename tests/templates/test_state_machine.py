@@ -1,6 +1,7 @@
 """Any sequence of cache operations, step by step against a dense reference of each row's own tokens."""
 
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
+from tests.helpers.cases import some
 from tests.helpers.emitted import LOSSLESS
 from tests.helpers.families import largest, tokens
 from tests.helpers.loop_in_c import HAVE_COMPILER, counted
@@ -196,8 +198,7 @@ class CacheMachine(CacheOperations):
                 assert not torch.is_tensor(part) or part.equal(getattr(fresh, name)), name
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("family", FULL)
+@pytest.mark.parametrize(("family", "stored"), some(product(FULL, STORED), 2))
 def test_any_operations_on_a_cache(family, stored, monkeypatch):
     use_tiles_of(STORED[stored].tile, monkeypatch)
     calls = counted(monkeypatch)

@@ -23,6 +23,7 @@ from kvsurgery.templates.kv_rounding import QueryRounding  # noqa: E402
 from kvsurgery.vllm import cpu_budgeted_codes, triton_budgeted_codes  # noqa: E402
 from kvsurgery.vllm.budgeted import first_block  # noqa: E402
 from kvsurgery.vllm.tiles import Tiling  # noqa: E402
+from tests.helpers.cases import some  # noqa: E402
 from tests.vllm.budgets_kernel import GROUP, HEAD_DIM, SIZE, WINDOW, head, metadata, on_device  # noqa: E402
 
 PROMPTS = 400, 3, 290, 150
@@ -198,6 +199,6 @@ def compare(case: Case) -> float:
 if __name__ == "__main__":
     triton_budgeted_codes.programs_of = lambda device: 5
     build_without_waiting()
-    errors = [compare(case) for case in CASES]
+    errors = [compare(case) for case in some(CASES, 2)]
     print(errors)
     sys.exit(not max(errors) < 2e-5)

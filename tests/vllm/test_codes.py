@@ -15,6 +15,7 @@ from kvsurgery.vllm import cpu_codes
 from kvsurgery.vllm.budgeted_codes import BudgetedCodes
 from kvsurgery.vllm.codes import CodesAttention
 from kvsurgery.vllm.groups import Groups
+from tests.helpers.cases import some
 from tests.helpers.families import make
 from tests.helpers.loop_in_c import HAVE_COMPILER, counted
 from tests.helpers.losses import losses
@@ -83,7 +84,7 @@ BY_LAYER: dict[str, dict[str, list]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WIDTHS)
+@pytest.mark.parametrize("kind", some(WIDTHS, 2))
 def test_errors_are_those_of_the_emitted_model(kind: str, tmp_path: Path) -> None:
     """Likelihoods differ by little of what quantization costs: by the codes of a few states on the border of two."""
     options = {}
@@ -132,7 +133,7 @@ def read(model: torch.nn.Module, row: list[int], new: list[int], chunk: int) -> 
     return likelihoods[range(len(new)), new]
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("kind", some(CACHES, 2))
 def test_tokens_are_those_of_the_emitted_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = counted(monkeypatch)
     checkpoint = converted("llama", tmp_path, **CACHES[kind])
@@ -146,7 +147,7 @@ def test_tokens_are_those_of_the_emitted_model(kind: str, tmp_path: Path, monkey
         assert_equal(generate(llm, [long], 30), [reference_by_token(checkpoint.model, long, 30)], TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["streaming-2", "windows-8"])
+@pytest.mark.parametrize("kind", some(["streaming-2", "windows-8"]))
 def test_tokens_are_the_same_without_a_compiler(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain PyTorch attends to codes then."""
     monkeypatch.setattr(cpu_codes, "codes_loop", lambda *_: None)
@@ -233,7 +234,7 @@ def test_budgeted_heads_read_prompts_as_they_are_in_any_chunks_and_company(tmp_p
     assert_errors_are_small(rows, generated, checkpoint, exact)
 
 
-@pytest.mark.parametrize(("sparsity", "budget"), [(1, 40), (0.5, 20)])
+@pytest.mark.parametrize(("sparsity", "budget"), some([(0.5, 20), (1, 40)]))
 def test_prompts_share_blocks_before_what_budgeted_heads_keep(sparsity: float, budget: int, tmp_path: Path) -> None:
     """Later turns too, of which an answer is a part: it is read anew."""
     options = {"sparsity": sparsity, "budget": budget, "kv_bits": 4, "kv_residual": 0}

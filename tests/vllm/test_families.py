@@ -9,6 +9,7 @@ import pytest
 
 from kvsurgery.checkpoint.family import load_family, supported
 from kvsurgery.vllm.architectures import ARCHITECTURES, DENSE
+from tests.helpers.cases import some
 from tests.helpers.families import FAMILIES, WITH_STATES
 from tests.vllm.models import MODELS, TOLERANCES, WITHOUT_PREFIX_CACHE
 from tests.vllm.serving import (
@@ -30,9 +31,10 @@ def architectures(model_type: str) -> set[str]:
     return {name for name in load_family(model_type).classes.values() if name.endswith(("CausalLM", "Generation"))}
 
 
-@pytest.mark.parametrize(
-    "family", [name for name, model in FAMILIES.items() if architectures(model["model_type"]) <= {*ARCHITECTURES}]
-)
+SERVED = [name for name, model in FAMILIES.items() if architectures(model["model_type"]) <= {*ARCHITECTURES}]
+
+
+@pytest.mark.parametrize("family", some(SERVED, 2))
 def test_tokens_are_those_of_the_emitted_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     substitute(monkeypatch)
     checkpoint = converted(family, tmp_path, model=MODELS.get(family))

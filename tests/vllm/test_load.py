@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.helpers.cases import some
 from tests.vllm.serving import (
     BUDGETED,
     assert_equal,
@@ -27,30 +28,20 @@ CODES = {"kv_bits": 2, "kv_residual": 0}
 LATEST = 20  # requests, of which one is cancelled at times
 
 
-@pytest.mark.parametrize(
-    ("cache", "blocks", "cached", "tolerance"),
-    [
-        ({}, 40, True, 1e-3),
-        ({}, 34, False, 1e-3),
-        (BUDGETED, 40, True, 1e-3),
-        (BUDGETED, 40, False, 1e-3),
-        ({**BUDGETED, **CODES, "sparsity": 1}, 600, True, TOLERANCE),
-        (CODES, 90, True, TOLERANCE),
-        (CODES, 60, False, TOLERANCE),
-    ],
-    ids=[
-        "streaming",
-        "lean",
-        "budgeted",
-        "budgeted, none shared",
-        "quantized budgets",
-        "quantized",
-        "quantized and lean",
-    ],
-)
-def test_no_block_is_lost_and_no_token_is_wrong(
-    cache: dict[str, Any], blocks: int, cached: bool, tolerance: float, tmp_path: Path
-) -> None:
+LOADS = {
+    "streaming": ({}, 40, True, 1e-3),
+    "lean": ({}, 34, False, 1e-3),
+    "quantized budgets": ({**BUDGETED, **CODES, "sparsity": 1}, 600, True, TOLERANCE),
+    "quantized": (CODES, 90, True, TOLERANCE),
+    "budgeted": (BUDGETED, 40, True, 1e-3),
+    "budgeted, none shared": (BUDGETED, 40, False, 1e-3),
+    "quantized and lean": (CODES, 60, False, TOLERANCE),
+}
+
+
+@pytest.mark.parametrize("load", some(LOADS, 2))
+def test_no_block_is_lost_and_no_token_is_wrong(load: str, tmp_path: Path) -> None:
+    cache, blocks, cached, tolerance = LOADS[load]
     checkpoint = converted("llama", tmp_path, **cache)
     draw = random.Random(0)
     rows = prompts(lengths=(3, 31, 33, 64, 65, 100, 170, 260, 330))
