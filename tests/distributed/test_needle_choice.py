@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.runner import Evaluation
 from kvsurgery.measure.mesh import Mesh
@@ -20,6 +18,7 @@ from kvsurgery.text.needle_sets import AUTO
 from tests.distributed import process
 from tests.distributed.start import start
 from tests.evaluate.recall import MODEL, tasks, write_language
+from tests.helpers.cases import ONLY_IN_ALL
 from tests.helpers.needle_sets import write_sets
 
 
@@ -41,7 +40,7 @@ def choose(processes: Processes, folder: Path, sizes: list[int]) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
+@ONLY_IN_ALL
 def test_two_processes_choose_what_one_chooses(tmp_path, monkeypatch):
     """Those that share the trials, and those that share the model; the first one says what."""
     write_language(tmp_path)

@@ -19,6 +19,7 @@ from tests.distributed import process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
 from tests.evaluate.recall import MODEL, convert, tasks, write_language
+from tests.helpers.cases import some
 from tests.helpers.families import make
 from tests.helpers.surgery import convert_folder
 
@@ -33,7 +34,7 @@ def run(processes: Processes, folder: Path, source: Path | None, wrong: Path) ->
     return benchmark(folder, source, WORK, device="cpu"), str(refusal.value)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", some(["llama", "phi3"]))
 def test_two_processes_share_both_models(family, tmp_path):
     """Bytes are of one process: half of them, or as many where attention is replicated."""
     source = make(family, tmp_path / "source", **WIDE)

@@ -167,7 +167,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("family", BESIDE, ids=[*BESIDE.values()])
+@pytest.mark.parametrize("family", some(BESIDE, 2), ids=BESIDE.get)
 def test_codes_beside(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     substitute(monkeypatch)
     checkpoint = converted(family, tmp_path, model=MODELS[family], kv_bits=4, kv_residual=32)
