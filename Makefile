@@ -107,6 +107,7 @@ test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python $(PYTEST) tests/vllm
 
 # random requests for about ten minutes: 60,000 of a model in each test, and about as many of the cache manager alone
+test-vllm-load: export CASES = all
 test-vllm-load: export LOAD_REQUESTS = 60000
 test-vllm-load: export LOAD_SEEDS = 1980
 test-vllm-load: .venv-vllm/ready

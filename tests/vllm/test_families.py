@@ -1,4 +1,4 @@
-"""Every family that the plugin serves, served in chunks of 48 tokens, and once more from the prefix cache."""
+"""Families that the plugin serves, served in chunks of 48 tokens, and once more from the prefix cache."""
 
 from __future__ import annotations
 
