@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    by_workload,
     cache_quality,
     cpu_decode,
     equal_bytes,
@@ -112,7 +113,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         ),
     }
     gpu = gpu_tables.tables(results("gpu-nvidia-h100-80gb-hbm3"))
-    return {
+    tables = {
         **{name: from_results(table, name) for table, names in names_by_function.items() for name in names},
         **{
             f"{name}, written": from_results(long_answers.pace_table, name)
@@ -132,6 +133,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         "equal-bytes": lambda: equal_bytes.table([*map(results, EQUAL_BYTES)]),
         "profiles": profiles_agree,
     }
+    return tables | {"by-workload": lambda: by_workload.table(tables)}
 
 
 def filled(page: str) -> str:

@@ -1,4 +1,4 @@
-"""Prompts of several lengths that a model answers together, through any cache."""
+"""Prompts of several lengths that a model answers through any cache: together, or one from drafts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from benchmarks.caches import filled
@@ -86,3 +87,37 @@ def written(
         going_on = remaining
         options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
         tokens = model(tokens, **options, logits_to_keep=1).logits[:, -1:].argmax(-1)
+
+
+@torch.inference_mode()
+def drafted(
+    contender: Contender,
+    model: PreTrainedModel,
+    batch: Batch,
+    draft: Callable[[list[int]], list[int]],
+    ended: Callable[[list[int]], bool],
+) -> list[int]:
+    """Tokens of a greedy answer to the prompt of a batch of one, up to where it has ended.
+
+    A forward reads the newest token with a draft of what follows, and the cache keeps as much of it as is the most
+    likely token: the answer of greedy decoding in fewer forwards. Our tiles are packed up to a draft later.
+
+    Args:
+        draft: how an answer might go on.
+    """
+    columns, length = batch.tokens.shape[1], batch.mask.sum()
+    cache, first = read(contender, model, batch)
+    answer = [int(first)]
+    contender.keep(cache, columns)
+    while not ended(answer):
+        tokens = [answer[-1], *draft(answer)][: contender.most(cache)]
+        mask = F.pad(batch.mask, (0, len(answer) - 1 + len(tokens)), value=1)
+        positions = length + len(answer) - 1 + torch.arange(len(tokens))[None]
+        options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        likeliest = model(torch.tensor([tokens]), **options).logits[0].argmax(-1).tolist()
+        for token, next_draft in zip(likeliest, [*tokens[1:], None], strict=True):
+            answer.append(token)
+            if token != next_draft or ended(answer):
+                break
+        contender.keep(cache, columns + len(answer) - 1)
+    return answer

@@ -3,10 +3,11 @@
     pip install optimum-quanto    # without it, transformers' QuantizedCache is left out
     python benchmarks/real_model/running_balances.py MODEL --measured losses.safetensors --json running-balances.json
 
-In its chat template, an instruct model is given the transactions of an account, and writes a line for each: the
-balance before it, its amount and the balance after it. Answers are greedy. A line is right where it begins with the
-balance that the line before it ends with, has the amount of its transaction, and its sum is right; where all lines are
-right, so is the last balance. Every cache begins with the original's states of the prompts. Bytes are those of a cache
+In its chat template, an instruct model is given the transactions of an account, and writes a line for each: the balance
+before it, its amount and the balance after it. Answers are greedy. A line is right where it begins with the balance
+that the line before it ends with, has the amount of its transaction, and its sum is right; where all lines are right,
+so is the last balance. Every cache begins with the original's states of the prompts. A forward reads the right next
+lines at once, as a draft, and what greedy decoding would not have written is taken back. Bytes are those of a cache
 that has read 2,048 tokens at once. An interrupted run continues from its JSON file, which has a hash of each answer;
 `--answers` keeps their text.
 """
@@ -26,11 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from benchmarks.provenance import record_versions
-from benchmarks.real_model.batches import Batch, read, written
+from benchmarks.real_model.batches import Batch, drafted, read
 from benchmarks.real_model.sessions import checked_bytes
 from benchmarks.real_model.which_cache import ORIGINAL, Contender, Converted, Quantized
 from kvsurgery.checkpoint.model import Model
@@ -40,7 +41,7 @@ from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.text.chat import turn_tokens
-from kvsurgery.text.tokens import end_tokens, text_of
+from kvsurgery.text.tokens import end_tokens, text_of, token_ids
 
 HELD = 2048  # tokens
 FIRST, LOW, HIGH = 5000, 2000, 9000  # the first balance, and those between which the balances of most lines stay
@@ -95,6 +96,16 @@ class Account:
             balance = int(after)
         return right
 
+    def draft(self, answer: str) -> str:
+        """How an answer may go on: two right lines, or what a line that is begun lacks to the right one."""
+        *written, begun = answer.split("\n")
+        before = LINE.fullmatch(written[-1]) if written else None
+        balance, lines = int(before[5]) if before else FIRST, ""
+        for number, amount in enumerate(self.amounts[len(written) :][: 1 if begun else 2], len(written) + 1):
+            lines += f"{number:03}. {balance} {'+' if amount > 0 else '-'} {abs(amount)} = {balance + amount}\n"
+            balance += amount
+        return lines[len(begun) :]
+
 
 def contenders(profile: HeadProfile, measured: str | None) -> list[Contender]:
     """All that are compared, those first whose comparison says most.
@@ -128,6 +139,11 @@ def ended(ends: list[int], most: int, answer: list[int]) -> bool:
     return answer[-1] in ends or len(answer) == most
 
 
+def drafted_line(tokenizer: PreTrainedTokenizerBase, account: Account, answer: list[int]) -> list[int]:
+    """How an answer may go on, as tokens."""
+    return token_ids(tokenizer, account.draft(text_of(tokenizer, answer)))
+
+
 def table(report: Mapping[str, Any]) -> list[str]:
     """Lines of a Markdown table; brackets are 95% bootstrap intervals over the answers."""
     columns = ["cache", "bytes", "lines right", "difference to the original, points", "of the first quarter"]
@@ -156,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
     parser.add_argument("--measured", type=Path, help="losses of the model, of `profile compute --method kv-bits`")
-    parser.add_argument("--accounts", type=int, default=8, help="answers, which are written at once")
+    parser.add_argument("--accounts", type=int, default=8, help="whose balances are worked out")
     parser.add_argument("--transactions", type=int, default=100, help="of each account")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of models and caches")
     parser.add_argument("--only", action="append", help="caches by name, in this order, after the original")
@@ -184,7 +200,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
     accounts = [Account.random(arguments.transactions, seed) for seed in range(arguments.accounts)]
-    batch = Batch.of([turn_tokens(tokenizer, account.request) for account in accounts])
+    batches = [Batch.of([turn_tokens(tokenizer, account.request)]) for account in accounts]
     most = LINE_TOKENS * arguments.transactions
     results = report.setdefault("results", {})
     for contender in [by_name[name] for name in names]:
@@ -193,7 +209,8 @@ def main() -> None:
             continue
         model = contender.load(arguments.model, getattr(torch, arguments.dtype), "cpu")
         if name in results:  # others begin with the original's states
-            read(contender, model, batch)
+            for batch in batches:
+                read(contender, model, batch)
             continue
         try:
             with torch.inference_mode():
@@ -202,7 +219,12 @@ def main() -> None:
             console.stderr.print(f"left out: {name} ({error})")
             continue
         result: dict[str, Any] = {"kv_bytes": checked_bytes(model, cache, HELD)}
-        answers = written(contender, model, batch, partial(ended, end_tokens(model.generation_config), most))
+        answer_ended = partial(ended, end_tokens(model.generation_config), most)
+        answers = []
+        for account, batch in zip(accounts, batches, strict=True):
+            draft = partial(drafted_line, tokenizer, account)
+            answers.append(drafted(contender, model, batch, draft, answer_ended))
+            console.stderr.print(f"{name}: {len(answers)} of {len(accounts)} accounts")
         texts = [text_of(tokenizer, tokens, skip_special_tokens=True) for tokens in answers]
         for number, text in enumerate(texts if arguments.answers else []):
             (arguments.answers / f"{number} {name}.txt").write_text(text, encoding="utf-8")

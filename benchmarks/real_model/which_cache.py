@@ -90,6 +90,15 @@ class Contender:
         """A cache that holds a text [1, tokens]."""
         return model(text, past_key_values=self.cache(model), logits_to_keep=1).past_key_values
 
+    def most(self, cache: Any) -> int | None:
+        """How many tokens a cache may read at once so that `keep` can take any but the first back; None for any."""
+        return None
+
+    def keep(self, cache: Any, columns: int) -> None:
+        """Take back what a cache has read after its first columns, for good."""
+        if rejected := cache.get_seq_length() - columns:
+            cache.crop(-rejected)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Converted(Contender):
@@ -107,6 +116,11 @@ class Converted(Contender):
         kind = type(model(torch.zeros(1, 1, dtype=torch.long, device=model.device)).past_key_values)
         return kind(model.config)
 
+    def keep(self, cache: Any, columns: int) -> None:
+        """Take back what a cache has read after its first columns, and have it keep what it reads next."""
+        super().keep(cache, columns)
+        cache.activate_past_recording()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(Contender):
@@ -120,6 +134,19 @@ class Quantized(Contender):
         """An empty cache."""
         keys, values = AXES[self.backend]
         return QuantizedCache(self.backend, model.config, nbits=self.bits, axis_key=keys, axis_value=values)
+
+    def most(self, cache: Any) -> int:
+        """Up to the token with which the newest ones are quantized, which comes alone."""
+        layer = cache.layers[0]
+        unquantized = layer.keys.shape[2] if layer.keys.numel() else 0
+        return max(layer.residual_length - 1 - unquantized, 1)
+
+    def keep(self, cache: Any, columns: int) -> None:
+        """Take back what a cache has read after its first columns, which is not quantized yet."""
+        if rejected := cache.get_seq_length() - columns:
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, :-rejected], layer.values[:, :, :-rejected]
+                layer.cumulative_length -= rejected
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,14 @@ def test_four_bits() -> None:
         assert ROWS[name].scores.more.low <= 0 <= ROWS[name].scores.more.high
 
 
+def test_bits_come_before_heads() -> None:
+    heads, bits = (f"kvsurgery, {name}" for name in ("50% of heads full by er", "all heads full, 4 bits"))
+    shown = {recall(name) for name in (heads, bits)} | {f"{ROWS[name].share:.0%}" for name in (heads, bits)}
+    assert shown <= figures("docs/results.md", "**With few KV heads")
+    assert ROWS[heads].share > ROWS[bits].share
+    assert ROWS[heads].scores.more.high < 0
+
+
 def test_three_bits_are_smaller_and_nearer_than_four_of_quanto() -> None:
     three, quanto = ROWS["kvsurgery, all heads full, 3 bits"], ROWS["QuantizedCache, quanto, 4 bits"]
     assert three.share < quanto.share
