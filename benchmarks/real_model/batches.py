@@ -110,7 +110,7 @@ def drafted(
     answer = [int(first)]
     contender.keep(cache, columns)
     while not ended(answer):
-        tokens = [answer[-1], *draft(answer)][: contender.most(cache)]
+        tokens = [answer[-1], *draft(answer)][: contender.tokens_at_once(cache)]
         mask = F.pad(batch.mask, (0, len(answer) - 1 + len(tokens)), value=1)
         positions = length + len(answer) - 1 + torch.arange(len(tokens))[None]
         options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}

@@ -90,7 +90,7 @@ class Contender:
         """A cache that holds a text [1, tokens]."""
         return model(text, past_key_values=self.cache(model), logits_to_keep=1).past_key_values
 
-    def most(self, cache: Any) -> int | None:
+    def tokens_at_once(self, cache: Any) -> int | None:
         """How many tokens a cache may read at once so that `keep` can take any but the first back; None for any."""
         return None
 
@@ -135,7 +135,7 @@ class Quantized(Contender):
         keys, values = AXES[self.backend]
         return QuantizedCache(self.backend, model.config, nbits=self.bits, axis_key=keys, axis_value=values)
 
-    def most(self, cache: Any) -> int:
+    def tokens_at_once(self, cache: Any) -> int:
         """Up to the token with which the newest ones are quantized, which comes alone."""
         layer = cache.layers[0]
         unquantized = layer.keys.shape[2] if layer.keys.numel() else 0

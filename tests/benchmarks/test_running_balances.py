@@ -38,6 +38,20 @@ def test_a_line_is_right_by_what_stands_before_it(answer: str, right: list[int])
     assert ACCOUNT.right_lines(answer) == right
 
 
+@pytest.mark.parametrize(
+    ("answer", "draft"),
+    [
+        ("", "001. 5000 + 250 = 5250\n002. 5250 - 1000 = 4250\n"),
+        ("001. 5000 + 2", "50 = 5250\n"),
+        ("001. 5000 + 250 = 5350\n", "002. 5350 - 1000 = 4350\n003. 4350 + 30 = 4380\n"),  # goes on from the error
+        ("001. 5000 + 250 = 53", "50\n"),
+        (f"{ANSWER}\n", ""),
+    ],
+)
+def test_a_draft_goes_on_from_what_is_written(answer: str, draft: str) -> None:
+    assert ACCOUNT.draft(answer) == draft
+
+
 def test_accounts_differ_and_balances_keep_four_digits() -> None:
     accounts = [Account.random(400, seed) for seed in range(8)]
     assert len(set(accounts)) == len(accounts)
