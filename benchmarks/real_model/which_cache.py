@@ -215,6 +215,8 @@ def contenders(losses_path: Path | None, profiles: list[Path]) -> list[Contender
         chosen_by: str,
         residual: int | None = None,
         window: tuple[int, int] | None = None,
+        *,
+        both_rotated: bool = False,
     ) -> Converted:
         recipe = Recipe.of(sparsity=sparsity, rest="streaming")
         name, series = "kvsurgery, all heads full", "kvsurgery"
@@ -227,6 +229,9 @@ def contenders(losses_path: Path | None, profiles: list[Path]) -> list[Contender
         if residual is not None:
             recipe = recipe.changed(kv_residual=residual)
             name, series = (f"{words}, residual {residual}" for words in (name, series))
+        if both_rotated:
+            recipe = recipe.changed(kv_rotate="both")
+            name, series = (f"{words}, keys and values rotated" for words in (name, series))
         if window is not None:
             recipe = recipe.changed(sink=window[0], recent=window[1])
             name, series = (f"{words}, window {window[0]} + {window[1]}" for words in (name, series))
@@ -281,7 +286,7 @@ def contenders(losses_path: Path | None, profiles: list[Path]) -> list[Contender
         *(ours(0, bits, losses, by_loss, residual=0) for bits in (4, 3, 2)),
         *(budgeted(budget) for budget in (512, 256, 1024, 128, 64)),
         *(budgeted(budget, 4) for budget in (512, 1024, 256)),
-        *([by_layer(3.3)] if measured else []),
+        *([by_layer(3.3)] if measured else [ours(0, 2, losses, by_loss, both_rotated=True)]),
         *(ours(sparsity, 4, losses, by_loss, window=(16, 64)) for sparsity in (0.75, 0.5)),
         ours(0.875, 4, losses, by_loss),
         *(ours(sparsity, 8, losses, by_loss) for sparsity in (0, 0.5)),

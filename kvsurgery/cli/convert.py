@@ -241,11 +241,12 @@ def convert(
 
 
 def _note(prepared: PreparedConversion, request: Request) -> None:
-    """Print what is not checked, what a fit does not take into account, and what vLLM does not do."""
-    from kvsurgery.cli.source import warn_about_memory, warn_about_serving, warn_about_towers
+    """Print what is not checked, what a fit leaves out, what bits may lose, and what vLLM does not do."""
+    from kvsurgery.cli.source import warn_about_memory, warn_about_serving, warn_about_towers, warn_about_widths
 
     warn_about_towers(prepared)
     warn_about_memory(prepared, request)
+    warn_about_widths(prepared, request)
     warn_about_serving(prepared)
 
 

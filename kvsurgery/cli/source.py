@@ -1,4 +1,4 @@
-"""The source of a conversion, and warnings about missing tensors, vLLM and memory."""
+"""The source of a conversion, and warnings about missing tensors, vLLM, memory and bits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,26 @@ def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:
             "budgeted heads keep every generated token; `kvsurgery fit --new-tokens` reserves memory for them"
         )
     if fit.losses is None:
-        model_words = [request.place, *(["--revision", request.revision] if request.revision else [])]
-        measure = ["kvsurgery", "profile", "compute", *model_words, "--method", "kv-bits", "--text", "TEXT"]
-        command = shlex.join([*measure, "-o", "losses.safetensors"])
-        console.stderr.print(f"Measure cache losses, for --kv-measured losses.safetensors: {command}")
+        _suggest_measuring(request)
+
+
+def warn_about_widths(prepared: PreparedConversion, request: Request) -> None:
+    """Print that keys of 2 bits lose much of some models, and the command that measures losses, unless given some."""
+    from kvsurgery.display import console
+
+    quantization = prepared.policy.quantization
+    if quantization and quantization.widths.keys == 2 and request.evidence.losses is None:
+        console.stderr.print(
+            "by default, keys in 2 bits lose many facts of some models; a measurement finds how to store them"
+        )
+        _suggest_measuring(request)
+
+
+def _suggest_measuring(request: Request) -> None:
+    """Print the command that measures losses."""
+    from kvsurgery.display import console
+
+    model_words = [request.place, *(["--revision", request.revision] if request.revision else [])]
+    measure = ["kvsurgery", "profile", "compute", *model_words, "--method", "kv-bits", "--text", "TEXT"]
+    command = shlex.join([*measure, "-o", "losses.safetensors"])
+    console.stderr.print(f"Measure cache losses, for --kv-measured losses.safetensors: {command}")

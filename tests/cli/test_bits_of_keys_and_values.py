@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvsurgery.checkpoint.model import Model
 from kvsurgery.errors import PolicyError
 from kvsurgery.recipe import Cache, Recipe
 from tests.helpers.command import MODEL, done, refused, run
+from tests.helpers.families import stock
 from tests.helpers.losses import losses
 from tests.helpers.shards import tree
 
@@ -69,3 +71,17 @@ def test_losses_of_equal_widths_do_not_decide_a_pair(here: Path) -> None:
     losses(MODEL, "llama", windows=[None, None]).save("losses.safetensors")
     said = refused(*CONVERT, "--kv-bits", "k8v4", "--kv-measured", "losses.safetensors")
     assert "k8v4 bits were not measured, only 8, 4" in said
+
+
+def test_keys_in_two_bits_should_be_measured_first(here: Path) -> None:
+    model = stock("llama", head_dim=8)
+    model.save_pretrained("wide")
+    shape = Model.of(model.config.to_dict()).dimensions
+    losses(shape, "wide", windows=[None] * shape.layers).save("losses.safetensors")
+
+    def suggested(*options: str) -> bool:
+        said = done("convert", "wide", "--dry-run", "--kv-bits", *options).err
+        return "kvsurgery profile compute wide --method kv-bits" in said
+
+    assert [suggested(bits) for bits in ("2", "k2v4", "k4v2", "4")] == [True, True, False, False]
+    assert not suggested("2", "--kv-measured", "losses.safetensors")
