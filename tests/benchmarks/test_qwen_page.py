@@ -36,6 +36,21 @@ def test_four_bits() -> None:
         assert ROWS[name].scores.more.low <= 0 <= ROWS[name].scores.more.high
 
 
+def test_two_bits_need_a_measurement() -> None:
+    found = json.loads((ROOT / "benchmarks/results/which-cache-qwen-8192.json").read_text())
+    rows = {row.name.removeprefix("kvsurgery, all heads full, "): row for row in cache_report.rows(found)}
+    four, *two = (rows[name] for name in ("4 bits", "2 bits", "2 bits, keys and values rotated"))
+    recalls = {name: f"{row.scores.recall.mean:.0%}" for name, row in rows.items()}
+    assert {recalls["4 bits"], recalls["original"], f"{four.share:.0%}"} <= figures(PAGE, "**4 bits** recall 9")
+    by_default = {recalls[name] for name in ("2 bits", "2 bits, keys and values rotated")}
+    assert by_default | {recall("kvsurgery, all heads full, 2 bits")} <= figures(PAGE, "**2 bits as by default**")
+    assert by_default | {recalls["original"]} <= figures("docs/quantized-caches.md", "**At 2 bits, measure.**")
+    assert four.scores.more.low <= 0 <= four.scores.more.high
+    assert all(row.scores.more.high < 0 for row in two)
+    assert {"72", "8,192"} <= figures(PAGE, "Six texts of twice the length") | figures(PAGE, "With texts of 8,192")
+    assert len(found["results"]["original"]["right"]) == 72
+
+
 def test_bits_come_before_heads() -> None:
     heads, bits = (f"kvsurgery, {name}" for name in ("50% of heads full by er", "all heads full, 4 bits"))
     shown = {recall(name) for name in (heads, bits)} | {f"{ROWS[name].share:.0%}" for name in (heads, bits)}
