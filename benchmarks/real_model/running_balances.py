@@ -139,7 +139,7 @@ def ended(ends: list[int], most: int, answer: list[int]) -> bool:
     return answer[-1] in ends or len(answer) == most
 
 
-def drafted_line(tokenizer: PreTrainedTokenizerBase, account: Account, answer: list[int]) -> list[int]:
+def drafted_tokens(tokenizer: PreTrainedTokenizerBase, account: Account, answer: list[int]) -> list[int]:
     """How an answer may go on, as tokens."""
     return token_ids(tokenizer, account.draft(text_of(tokenizer, answer)))
 
@@ -222,7 +222,7 @@ def main() -> None:
         answer_ended = partial(ended, end_tokens(model.generation_config), most)
         answers = []
         for account, batch in zip(accounts, batches, strict=True):
-            draft = partial(drafted_line, tokenizer, account)
+            draft = partial(drafted_tokens, tokenizer, account)
             answers.append(drafted(contender, model, batch, draft, answer_ended))
             console.stderr.print(f"{name}: {len(answers)} of {len(accounts)} accounts")
         texts = [text_of(tokenizer, tokens, skip_special_tokens=True) for tokens in answers]

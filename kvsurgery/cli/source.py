@@ -85,13 +85,15 @@ def warn_about_memory(prepared: PreparedConversion, request: Request) -> None:
 
 
 def warn_about_widths(prepared: PreparedConversion, request: Request) -> None:
-    """Print that keys of 2 bits lose much of some models, and the command that measures losses, unless given some."""
+    """Print that 2 bits may lose much, and the command that measures losses, where it measures such a cache."""
     from kvsurgery.display import console
 
     quantization = prepared.policy.quantization
-    if quantization and quantization.widths.keys == 2 and request.evidence.losses is None:
+    if quantization is None or request.evidence.losses is not None:
+        return
+    if (quantization.bits, quantization.scheme, quantization.group_size) == (2, "kivi", None):
         console.stderr.print(
-            "by default, keys in 2 bits lose many facts of some models; a measurement finds how to store them"
+            "2 bits lose many facts of long texts on some models; measured losses say how to store them"
         )
         _suggest_measuring(request)
 

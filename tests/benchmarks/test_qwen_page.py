@@ -54,7 +54,7 @@ def test_two_bits_need_a_measurement() -> None:
 def test_bits_come_before_heads() -> None:
     heads, bits = (f"kvsurgery, {name}" for name in ("50% of heads full by er", "all heads full, 4 bits"))
     shown = {recall(name) for name in (heads, bits)} | {f"{ROWS[name].share:.0%}" for name in (heads, bits)}
-    assert shown <= figures("docs/results.md", "**With few KV heads")
+    assert shown <= figures("docs/results.md", "**On Qwen2.5-Coder, bits come before heads")
     assert ROWS[heads].share > ROWS[bits].share
     assert ROWS[heads].scores.more.high < 0
 

@@ -73,15 +73,21 @@ def test_losses_of_equal_widths_do_not_decide_a_pair(here: Path) -> None:
     assert "k8v4 bits were not measured, only 8, 4" in said
 
 
-def test_keys_in_two_bits_should_be_measured_first(here: Path) -> None:
-    model = stock("llama", head_dim=8)
+def test_two_bits_should_be_measured_first(here: Path) -> None:
+    """Only where `--kv-measured` takes what the command measures."""
+    model = stock("llama", head_dim=16)
     model.save_pretrained("wide")
     shape = Model.of(model.config.to_dict()).dimensions
     losses(shape, "wide", windows=[None] * shape.layers).save("losses.safetensors")
+    measured = "--kv-measured", "losses.safetensors"
 
     def suggested(*options: str) -> bool:
         said = done("convert", "wide", "--dry-run", "--kv-bits", *options).err
         return "kvsurgery profile compute wide --method kv-bits" in said
 
-    assert [suggested(bits) for bits in ("2", "k2v4", "k4v2", "4")] == [True, True, False, False]
-    assert not suggested("2", "--kv-measured", "losses.safetensors")
+    assert suggested("2")
+    assert not suggested("2", *measured)
+    assert not suggested("4")
+    for others in (("k2v4",), ("2", "--kv-scheme", "per-token"), ("2", "--kv-group-size", "16")):
+        assert not suggested(*others)
+        assert run("convert", "wide", "--dry-run", "--kv-bits", *others, *measured).code
