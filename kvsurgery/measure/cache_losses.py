@@ -108,6 +108,7 @@ def cache_losses(
         )
     measuring = _Measuring(measured, layers, sizes, progress, mesh)
     measuring.read(text, prefix_tokens)
+    progress(0, measuring.total * mesh.groups)  # preparation is no part of the estimate
     settings = measuring.settings()
     heads = measuring.heads(settings)
     combinations = measuring.combinations(settings, heads)

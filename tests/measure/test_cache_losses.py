@@ -180,6 +180,7 @@ class TestLosses:
             assert (losses[[1, 3]] > 0).all()
             assert not losses[[0, 2]].any()
         assert found.heads["2"].sum() > found.heads["4"].sum() > found.heads["8"].sum()
+        assert steps[0] == (0, steps[-1][1])
         assert steps[-1][0] == steps[-1][1]
         assert [done for done, _ in steps] == sorted({done for done, _ in steps})
 
