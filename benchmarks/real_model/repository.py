@@ -248,7 +248,7 @@ def main() -> None:
         for sdist, context in zip(SDISTS, contexts, strict=True)
     ]
     results = report.setdefault("results", {})
-    for name in names:
+    for place, name in enumerate(names, 1):
         if name in results:
             continue
         start = time.perf_counter()
@@ -272,7 +272,7 @@ def main() -> None:
             shown = [(text_of(tokenizer, line.tokens), text_of(tokenizer, tokens)) for tokens, line in answered]
             (arguments.lines / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n")
         console.stderr.print(
-            f"{len(results)} of {len(names)}: {name}: {np.mean(result['right']):.0%} of lines, "
+            f"{place} of {len(names)}: {name}: {np.mean(result['right']):.0%} of lines, "
             f"{np.mean(result['named']):.0%} of names, {time.perf_counter() - start:.0f} s"
         )
     print("\n".join(table(report)))

@@ -377,7 +377,7 @@ def main() -> None:
     if unknown := [name for name in names if name not in by_name]:
         parser.error(f"there is no cache {unknown[0]!r}; there are {', '.join(map(repr, by_name))}")
     selected = [by_name[name] for name in names]
-    for contender in selected:
+    for place, contender in enumerate(selected, 1):
         if contender.name in results and contender.name != ORIGINAL:
             continue
         start = time.perf_counter()
@@ -394,7 +394,7 @@ def main() -> None:
         record_versions(report, contender.name, arguments.device)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         console.stderr.print(
-            f"{len(results)} of {len(selected)}: {contender.name}: {np.mean(result['right']):.0%} of facts, "
+            f"{place} of {len(selected)}: {contender.name}: {np.mean(result['right']):.0%} of facts, "
             f"KL {np.mean(result['kl']):.4f}, {console.size(result['kv_bytes'][0])}, "
             f"{time.perf_counter() - start:.0f} s",
         )
