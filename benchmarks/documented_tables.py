@@ -88,7 +88,10 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         beyond_context.table: ("beyond-context", "lists"),
         beyond_cost.table: ("beyond-cost",),
         cache_report.asked_table: ("which-cache-at-end",),
-        cache_report.table: ("which-cache", *(f"which-cache-qwen{texts}" for texts in ("", "-moby-dick", "-8192"))),
+        cache_report.table: (
+            "which-cache",
+            *(f"which-cache-qwen{texts}" for texts in ("", "-moby-dick", "-8192", "-8192-measured")),
+        ),
         gathered.table: ("gathered-qwen", "gathered-smollm2"),
         generated_answers.table: ("generated-answers",),
         host_work.table: ("host-work",),

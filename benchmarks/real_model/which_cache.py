@@ -367,6 +367,7 @@ def main() -> None:
     settings |= {"text": arguments.text.name} | ({"at_end": True} if arguments.at_end else {})
     settings |= {"dtype": arguments.dtype} if arguments.dtype != "float32" else {}
     settings |= {"seed": arguments.seed} if arguments.seed else {}
+    settings |= {"measured": arguments.measured.name} if arguments.measured else {}
     report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if report.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.json} was measured with {report['settings']}; give it another name")

@@ -36,24 +36,53 @@ def test_four_bits() -> None:
         assert ROWS[name].scores.more.low <= 0 <= ROWS[name].scores.more.high
 
 
+LONG = {
+    losses: json.loads((ROOT / f"benchmarks/results/which-cache-qwen-8192{losses}.json").read_text())
+    for losses in ("", "-measured")
+}
+LONG_ROWS = {losses: {row.name: row for row in cache_report.rows(found)} for losses, found in LONG.items()}
+
+
+def long_recall(name: str, losses: str = "") -> str:
+    return f"{LONG_ROWS[losses][name].scores.recall.mean:.0%}"
+
+
 def test_two_bits_need_a_measurement() -> None:
-    found = json.loads((ROOT / "benchmarks/results/which-cache-qwen-8192.json").read_text())
-    rows = {row.name.removeprefix("kvsurgery, all heads full, "): row for row in cache_report.rows(found)}
-    four, *two = (rows[name] for name in ("4 bits", "2 bits", "2 bits, keys and values rotated"))
-    recalls = {name: f"{row.scores.recall.mean:.0%}" for name, row in rows.items()}
-    assert {recalls["4 bits"], recalls["original"], f"{four.share:.0%}"} <= figures(PAGE, "**4 bits** recall 9")
-    by_default = {recalls[name] for name in ("2 bits", "2 bits, keys and values rotated")}
-    assert by_default | {recall("kvsurgery, all heads full, 2 bits")} <= figures(PAGE, "**2 bits as by default**")
-    assert by_default | {recalls["original"]} <= figures("docs/quantized-caches.md", "**At 2 bits, measure.**")
-    assert four.scores.more.low <= 0 <= four.scores.more.high
-    assert all(row.scores.more.high < 0 for row in two)
+    two, four = (f"kvsurgery, all heads full, {bits} bits" for bits in (2, 4))
+    rotated = f"{two}, keys and values rotated"
+    plain = LONG_ROWS[""]
+    assert {long_recall(four), long_recall("original"), f"{plain[four].share:.0%}"} <= figures(
+        PAGE, "**4 bits** recall 9"
+    )
+    best = {long_recall(two, "-measured"), f"{LONG_ROWS['-measured'][two].share:.0%}"}
+    assert {long_recall(two), long_recall(rotated)} | best <= figures(PAGE, "**2 bits as by default**")
+    shown = {long_recall(two), long_recall(two, "-measured"), long_recall("original")}
+    assert shown <= figures("docs/quantized-caches.md", "**At 2 bits, measure.**")
+    assert plain[four].scores.more.low <= 0 <= plain[four].scores.more.high
+    assert plain[two].scores.more.high < plain[rotated].scores.more.mean < 0
+    assert plain[rotated].scores.more.mean < LONG_ROWS["-measured"][two].scores.more.mean
     assert {"72", "8,192"} <= figures(PAGE, "Six texts of twice the length") | figures(PAGE, "With texts of 8,192")
-    assert len(found["results"]["original"]["right"]) == 72
+    assert len(LONG[""]["results"]["original"]["right"]) == 72
+
+
+def test_both_files_of_longer_texts_have_one_original() -> None:
+    plain, measured = LONG.values()
+    assert plain["places"] == measured["places"]
+    assert plain["results"]["original"] == measured["results"]["original"]
+
+
+def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
+    half = "kvsurgery, 50% of heads full by er"
+    row = LONG_ROWS["-measured"][half]
+    shown = {long_recall(half, "-measured"), f"{row.share:.0%}", recall(half), recall("original")}
+    assert shown <= figures(PAGE, "**Half of the heads streaming** recall 56%")
+    assert row.scores.more.mean < ROWS[half].scores.more.mean
 
 
 def test_bits_come_before_heads() -> None:
     heads, bits = (f"kvsurgery, {name}" for name in ("50% of heads full by er", "all heads full, 4 bits"))
     shown = {recall(name) for name in (heads, bits)} | {f"{ROWS[name].share:.0%}" for name in (heads, bits)}
+    shown |= {long_recall(heads, "-measured"), long_recall(bits), long_recall("original")}
     assert shown <= figures("docs/results.md", "**On Qwen2.5-Coder, bits come before heads")
     assert ROWS[heads].share > ROWS[bits].share
     assert ROWS[heads].scores.more.high < 0

@@ -48,13 +48,27 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     command += ["--profile", folder / "er.safetensors", "--text", folder / "text.txt", "--json", folder / "found.json"]
     command += ["--length", LENGTH, "--facts", 2, "--prompts", 2, "--new", NEW, "--at-end"]
     command += [word for cache in CACHES for word in ("--only", f"kvsurgery, {cache}")]
+    argv = [str(word) for word in command]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(word) for word in command])
+        patch.setattr(sys, "argv", argv)
         which_cache.main()
     haystack = Haystack.read(str(folder / "text.txt"), words, LENGTH + NEW + 1)
     prompts = trials.prompts(words, haystack, LENGTH, 2, 2, 0, NEW)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2  # bytes in 16 bit
-    return {**json.loads((folder / "found.json").read_text()), "model": model, "texts": prompts, "token": token}
+    report = json.loads((folder / "found.json").read_text())
+    return {**report, "command": argv, "model": model, "texts": prompts, "token": token}
+
+
+def test_results_with_and_without_losses_have_a_file_each(
+    found: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*found["command"]]
+    place = command.index("--measured")
+    del command[place : place + 2]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        which_cache.main()
+    assert "was measured with" in capsys.readouterr().err
 
 
 def test_the_original_is_what_others_are_compared_with(found: dict) -> None:
