@@ -236,7 +236,8 @@ def _squared_error(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 [..., tokens, head_dim] as bytes [..., tokens, width]."""
     if bits == 3:
-        shift = _third_bits(codes.device)
+        # where a byte has the third bits of the channels in a 16-bit word, [4, 1, 2]
+        shift = torch.arange(8, dtype=torch.uint8, device=codes.device).view(2, 4).T[:, None]
         third = (codes >> 2).unflatten(-1, (4, -1, 2))
         parts = _pack(codes & 3, 2), (third << shift).sum((-3, -1), dtype=torch.uint8)
         return torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (codes.shape[-2], -1))
@@ -276,12 +277,6 @@ def split_thirds(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
     low, third = (part.unflatten(-1, (tokens, -1)) for part in parts)
     return low, third
-
-
-def _third_bits(device: torch.device) -> torch.Tensor:
-    """Where a byte has the third bits of the channels in a 16-bit word, uint8 [4, 1, 2]."""
-    place = torch.arange(8, dtype=torch.uint8, device=device)
-    return place.view(2, 4).T[:, None]
 
 
 def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:

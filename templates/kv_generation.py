@@ -90,9 +90,6 @@ class KVSurgeryModel:
         decoder = super().get_decoder()
         return getattr(decoder, "model", decoder)  # transformers 5 returns Llama 4 with its output layer
 
-    def _checkpoints_activations(self) -> bool:
-        return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
-
     def _check_and_adjust_attn_implementation(self, *args, **kwargs) -> str:
         # whatever implementation is asked for, only this one knows the heads
         return NAME
@@ -130,6 +127,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
         if getattr(generation_config, "use_mtp", False):  # transformers 5.24
             raise ValueError("use_mtp drafts with layers that have no place in this checkpoint's cache; leave it out")
         cache = model_kwargs.get(CACHE)
+        is_draft = getattr(generation_config, "is_assistant", False)
         if cache is not None and generation_config.cache_implementation is not None:
             raise ValueError("cache_implementation does not apply to a cache that exists; leave one of them out")
         if cache is None:
@@ -142,14 +140,16 @@ class KVSurgeryGeneration(KVSurgeryModel):
                     "this checkpoint brings its own KV cache; leave the option out"
                 )
             cache = model_kwargs[CACHE] = KVSurgeryCache(self.config, quantization=quantization)
-            if getattr(generation_config, "is_assistant", False):
+            if is_draft:
                 cache.activate_past_recording()
         check_cache(cache)
         cache.graph = None  # adapters and hooks may have changed since the last turn
         cache.expect_prompt(generation_config.kv_prompt)
         cache.confirm(cache.get_seq_length())
-        # a draft is asked for a few tokens again and again
-        if generation_config.max_new_tokens is not None and not getattr(generation_config, "is_assistant", False):
+        if is_draft:  # one with another tokenizer reads its last tokens anew
+            again = (generation_config.target_lookbehind or 0) + (generation_config.assistant_lookbehind or 0)
+            cache.columns.confirmed = max(1, generation_config.kv_prompt - again)
+        elif generation_config.max_new_tokens is not None:  # a draft is asked for a few tokens again and again
             # drafts from the prompt may be longer than what is left to generate
             cache.reserve(max_cache_length + 1 + (generation_config.prompt_lookup_num_tokens or 0))
 
@@ -232,8 +232,6 @@ def with_kv_cache(forward: Callable) -> Callable:
                 if arguments.get(name) is not None:
                     arguments[name] = arguments[name][..., cache.repeated :]
             cache.repeated = 0
-        mask = arguments.get("attention_mask")
-        cache = arguments.get(CACHE)
         use_cache = arguments.get("use_cache")
         decoder = self.get_decoder()
         shape = input_shape(arguments)
@@ -253,14 +251,17 @@ def with_kv_cache(forward: Callable) -> Callable:
         if starts is not None and decoder is self:
             arguments.update(attention_mask=starts, use_cache=False)
         if use_cache is None:
-            use_cache = config.use_cache and starts is None and not (self.training and self._checkpoints_activations())
+            checkpoints = self.training and any(
+                getattr(part, "gradient_checkpointing", False) for part in self.modules()
+            )
+            use_cache = config.use_cache and starts is None and not checkpoints
         if cache is None and use_cache:
             cache = arguments[CACHE] = KVSurgeryCache(self.config)
         if config._attn_implementation != NAME:
             raise ValueError(f"this checkpoint runs with its own attention, not with {config._attn_implementation!r}")
         if cache is not None:
             check_cache(cache)
-            cache.begin(mask, *shape)
+            cache.begin(arguments.get("attention_mask"), *shape)
         depth = enter_checked(config, starts)
         try:
             is_step = cache is not None and cache.columns.expected > shape[1] == 1

@@ -35,8 +35,8 @@ def input_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
 def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: int, tokens: int) -> torch.Tensor | None:
     """Check the arguments of a forward, and tell where the texts of its rows begin.
 
-    Without an attention mask, a text begins wherever `position_ids` do not go on by 1, as in stock attention. Waits for
-    the device where there are several tokens, and a mask or positions.
+    Without an attention mask, a text begins wherever `position_ids` do not go on, and without a cache, wherever they do
+    not go on by 1, as in stock attention. Waits for the device where there are several tokens, and a mask or positions.
 
     Args:
         arguments: of the model, or of its decoder.
@@ -50,7 +50,7 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
         TypeError: a mask that is not two-dimensional.
         ValueError: an argument that this checkpoint's attention does not know, or texts that it cannot tell apart.
     """
-    config = decoder.config
+    config: Any = decoder.config
     given = {"output_attentions": getattr(config, "output_attentions", None), **arguments}
     for name in UNKNOWN:
         if given.get(name) is not None and given[name] is not False:
@@ -73,7 +73,9 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
             "some tokens would see later ones, which this checkpoint's cache cannot do; pass no is_causal, or load it "
             "without trust_remote_code"
         )
-    starts = _starts(arguments.get("position_ids"), mask, tokens)
+    asked = arguments.get("use_cache")
+    use_cache = cache is not None or bool(config.use_cache if asked is None else asked)
+    starts = _starts(arguments.get("position_ids"), mask, tokens, use_cache)
     _check_lengths(arguments, starts, rows)
     if not starts.any():
         return None
@@ -96,19 +98,14 @@ def padding_of(mask: Any, tokens: int) -> Any:
     if not isinstance(mask, dict):
         return mask
     pads = [part for part in mask.values() if part is not None]
-    if not all(
-        torch.is_tensor(part) and part.dtype in (torch.int32, torch.int64) and part.shape[-1] <= 2 for part in pads
-    ):
+    if any(getattr(part, "dtype", None) not in (torch.int32, torch.int64) or part.shape[-1] > 2 for part in pads):
         return mask
     return (torch.arange(tokens, device=pads[0].device) >= pads[0][:, 0, 0, :1]).long() if pads else None
 
 
 def _check_columns(cache_position: torch.Tensor | None, cache: Any, tokens: int) -> None:
-    """Raise ValueError where an input is to be stored elsewhere than after what the cache holds.
-
-    A decode step does not wait for a device to learn this.
-    """
-    if cache_position is None or (tokens == 1 and cache_position.device.type != "cpu"):
+    """Raise ValueError where an input is to be stored elsewhere than after what the cache holds."""
+    if cache_position is None or (tokens == 1 and cache_position.device.type != "cpu"):  # decode steps do not wait
         return
     first = 0 if cache is None else cache.get_seq_length()
     if cache_position.tolist() != [*range(first, first + tokens)]:
@@ -118,24 +115,27 @@ def _check_columns(cache_position: torch.Tensor | None, cache: Any, tokens: int)
         )
 
 
-def _starts(position_ids: torch.Tensor | None, mask: torch.Tensor | None, tokens: int) -> torch.Tensor:
+def _starts(position_ids: torch.Tensor | None, mask: torch.Tensor | None, tokens: int, use_cache: bool) -> torch.Tensor:
     """The first column of each column's text, int64 [1 or rows, tokens] on the host.
 
-    With a mask, positions may leave gaps, and mean nothing between tokens that are not both of a text.
+    With a mask or a cache, positions may leave gaps. With a mask, they mean nothing beside padding.
     """
     borders = torch.zeros(1, max(tokens - 1, 0), dtype=torch.bool)
     if position_ids is not None:
-        steps = position_ids.diff(dim=-1)
-        if steps.ndim == 3 and len(steps) != 4:  # time, height and width, of which the tokens of an image share some
+        positions = position_ids[0] if position_ids.ndim == 3 and len(position_ids) == 4 else position_ids
+        steps = positions.diff(dim=-1)
+        if steps.ndim == 3:  # time, height and width, of which the tokens of an image share some
             borders = (steps[0] < 0) | (steps == 0).all(0)
         else:
-            steps = steps[0] if steps.ndim == 3 else steps
-            borders = steps != 1 if mask is None else steps < 1
+            borders = steps < 1 if use_cache or mask is not None else steps != 1
+            if use_cache and mask is None and ((steps == 0) & (positions[..., 1:] > 0)).any():
+                raise ValueError(
+                    "position_ids repeat: pass use_cache=False, with which each begins a text, as in stock"
+                )
     if mask is not None:
         numbers = mask[:, -tokens:]
-        if position_ids is not None:
-            borders = borders & numbers[:, 1:].bool() & numbers[:, :-1].bool()
-        borders = borders.to(mask.device) | (numbers.diff(dim=-1) != 0) & (numbers[:, 1:] > 1)
+        borders = borders.to(mask.device) & numbers[:, 1:].bool() & numbers[:, :-1].bool()
+        borders = borders | (numbers.diff(dim=-1) != 0) & (numbers[:, 1:] > 1)
     columns = torch.arange(1, tokens, device=borders.device)
     starts = torch.where(borders, columns, 0).cummax(-1).values
     return torch.cat([torch.zeros_like(starts[:, :1]), starts], 1).cpu()
@@ -147,8 +147,8 @@ def _check_lengths(arguments: Mapping[str, Any], starts: torch.Tensor, rows: int
     if not given:
         return
     tokens, starts = starts.shape[1], starts.expand(rows, -1)
-    begins = (starts + torch.arange(rows)[:, None] * tokens).unique()
-    bounds = torch.cat([begins, torch.tensor([rows * tokens])])
+    begins = (starts + torch.arange(rows, device="cpu")[:, None] * tokens).unique()
+    bounds = torch.cat([begins, torch.tensor([rows * tokens], device="cpu")])
     for name in given:
         value = torch.as_tensor(arguments[name]).cpu()
         if name == "seq_idx":

@@ -75,6 +75,35 @@ def test_positions_of_time_height_and_width(mixed, family):
                 logits(model, ids, position_ids=positions)
 
 
+GAPS = torch.cat([torch.arange(20), torch.arange(100, 125)])
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.parametrize("positions", [GAPS, 2 * torch.arange(45)], ids=["a gap", "every second"])
+def test_positions_may_leave_gaps_as_in_stock_attention(all_full, family, positions):
+    """Stock attention takes each gap for the border of a text only where there is no cache."""
+    converted, ids = all_full(family), tokens(2, 45)
+    for options in ({"use_cache": None}, {"use_cache": True}, {"use_cache": False}):
+        expected, found = (
+            logits(model, ids, position_ids=positions[None], **options) for model in (converted.stock, converted.model)
+        )
+        assert largest(found - expected, expected) <= 1e-5
+
+
+def test_generation_goes_on_after_positions_with_gaps(all_full):
+    converted, options = all_full("llama"), {"max_new_tokens": 8, "do_sample": False, "position_ids": GAPS[None]}
+    expected, found = (model.generate(tokens(1, 45), **options) for model in (converted.stock, converted.model))
+    assert found.equal(expected)
+
+
+def test_positions_that_repeat_are_separated_only_without_a_cache(all_full):
+    converted, ids, positions = all_full("llama"), tokens(2, 40), torch.arange(40)[None] // 4
+    expected, found = (logits(model, ids, position_ids=positions) for model in (converted.stock, converted.model))
+    assert largest(found - expected, expected) <= 1e-5
+    with pytest.raises(ValueError, match=r"position_ids repeat.*use_cache=False"):
+        converted.model(ids, position_ids=positions)
+
+
 def test_every_door(mixed):
     """Trainers call the decoder, or replace `forward`; without a word on the cache, there is none."""
     converted, ids = mixed("llama"), tokens(1, BOUNDS[-1])
