@@ -152,6 +152,8 @@ def table(report: Mapping[str, Any]) -> list[str]:
     results = report["results"]
     original = np.array(results[ORIGINAL]["right"])
     for name, result in sorted(results.items(), key=lambda pair: -pair[1]["kv_bytes"]):
+        if len(result["right"]) < len(original):  # its run was interrupted
+            continue
         right = np.array(result["right"])
         shares = np.stack([original.mean(1), right.mean(1)])
         means, resampled = shares.mean(1), resampled_means(shares, 0)
@@ -204,37 +206,36 @@ def main() -> None:
     most = LINE_TOKENS * arguments.transactions
     results = report.setdefault("results", {})
     for contender in [by_name[name] for name in names]:
-        name, begin = contender.name, time.process_time()
-        if name in results and name != ORIGINAL:
+        name = contender.name
+        if name in results and len(results[name]["right"]) == len(accounts) and name != ORIGINAL:
             continue
         model = contender.load(arguments.model, getattr(torch, arguments.dtype), "cpu")
-        if name in results:  # others begin with the original's states
-            for batch in batches:
-                read(contender, model, batch)
-            continue
         try:
             with torch.inference_mode():
                 cache = contender.read(model, torch.arange(HELD)[None] % model.config.vocab_size)
         except ImportError as error:
             console.stderr.print(f"left out: {name} ({error})")
             continue
-        result: dict[str, Any] = {"kv_bytes": checked_bytes(model, cache, HELD)}
+        lists: dict[str, Any] = {part: [] for part in ("right", "tokens", "sha256")}
+        result = results.setdefault(name, {"kv_bytes": checked_bytes(model, cache, HELD), "cpu_seconds": 0, **lists})
         answer_ended = partial(ended, end_tokens(model.generation_config), most)
-        answers = []
-        for account, batch in zip(accounts, batches, strict=True):
-            draft = partial(drafted_tokens, tokenizer, account)
-            answers.append(drafted(contender, model, batch, draft, answer_ended))
-            console.stderr.print(f"{name}: {len(answers)} of {len(accounts)} accounts")
-        texts = [text_of(tokenizer, tokens, skip_special_tokens=True) for tokens in answers]
-        for number, text in enumerate(texts if arguments.answers else []):
-            (arguments.answers / f"{number} {name}.txt").write_text(text, encoding="utf-8")
-        result["right"] = [account.right_lines(text) for account, text in zip(accounts, texts, strict=True)]
-        result["tokens"] = [*map(len, answers)]
-        result["sha256"] = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
-        result["cpu_seconds"] = time.process_time() - begin
-        results[name] = result
-        record_versions(report, name)
-        arguments.json.write_text(json.dumps(report) + "\n")
+        for number, (account, batch) in enumerate(zip(accounts, batches, strict=True)):
+            if number < len(result["right"]):
+                if name == ORIGINAL:  # others begin with its states
+                    read(contender, model, batch)
+                continue
+            begin = time.process_time()
+            answer = drafted(contender, model, batch, partial(drafted_tokens, tokenizer, account), answer_ended)
+            text = text_of(tokenizer, answer, skip_special_tokens=True)
+            if arguments.answers:
+                (arguments.answers / f"{number} {name}.txt").write_text(text, encoding="utf-8")
+            result["right"].append(account.right_lines(text))
+            result["tokens"].append(len(answer))
+            result["sha256"].append(hashlib.sha256(text.encode()).hexdigest()[:16])
+            result["cpu_seconds"] += time.process_time() - begin
+            record_versions(report, name)
+            arguments.json.write_text(json.dumps(report) + "\n")
+            console.stderr.print(f"{name}: {number + 1} of {len(accounts)} accounts")
         right = np.array(result["right"]).mean()
         console.stderr.print(f"{name}: {right:.0%} of the lines right, {result['cpu_seconds']:.0f} s of CPU time")
         del model, cache  # before the next one is loaded

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.real_model import running_balances
 from benchmarks.real_model.running_balances import Account
+from benchmarks.real_model.which_cache import Contender
 from kvsurgery.checkpoint.model import Model
 from tests.helpers.families import stock
 from tests.helpers.losses import losses
@@ -102,6 +103,34 @@ def test_results_are_complete_and_are_not_computed_again(run: Callable[..., dict
     assert names[1] in again["results"]
     with pytest.raises(SystemExit):
         run("--transactions", "4")
+
+
+def test_an_interrupted_answer_is_the_only_one_that_is_written_again(
+    run: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, written = "kvsurgery, 2 bits, keys and values rotated", []
+    drafted = running_balances.drafted
+
+    def interrupted(contender: Contender, *arguments: object) -> list[int]:
+        written.append(contender.name)
+        if len(written) == 4:
+            raise KeyboardInterrupt
+        return drafted(contender, *arguments)
+
+    monkeypatch.setattr(running_balances, "drafted", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("--only", name)
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert [len(result["right"]) for result in kept["results"].values()] == [2, 1]
+    assert len(running_balances.table(kept)) == 3
+    found = run("--only", name)["results"]
+    assert written == ["original"] * 2 + [name] * 3
+    (tmp_path / "found.json").unlink()
+    whole = run("--only", name)["results"]
+    for part in ("kv_bytes", "right", "tokens", "sha256"):
+        assert {each: result[part] for each, result in found.items()} == {
+            each: result[part] for each, result in whole.items()
+        }
 
 
 def test_the_table() -> None:
