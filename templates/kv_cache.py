@@ -21,7 +21,6 @@ from .kv_layout import HYBRID, KVLayout, LayerLayout, Quantization, setting, tex
 
 # what transformers calls a cache among arguments and outputs, since version 5.24 and before
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-LEAST_KEPT = int(hasattr(cache_utils.Cache, "activate_past_recording"))  # `crop(0)` removed all tokens before it came
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
 NO_WAY_BACK = "some layers have one state of all tokens, from which none can be taken back; generate without drafts"
 
@@ -312,14 +311,14 @@ class KVSurgeryCache(HandingCache):
         self.confirm(self.get_seq_length())
 
     def crop(self, tokens: int) -> None:  # ty: ignore[lost-keyword-for-regular-parameter]  # versions name it differently
-        """Take tokens back: a negative number says how many, a positive one how many stay, as does 0 in transformers 4.
+        """Take tokens back: a negative number says how many, a positive one how many stay (transformers 4).
 
         Raises:
             ValueError: streaming heads have dropped what is needed, tiles have taken it, or layers have states.
         """
         seen = self.get_seq_length()
         tokens = int(tokens)  # transformers 5 may count in a tensor
-        length = tokens if tokens >= LEAST_KEPT else max(seen + tokens, 0)
+        length = tokens if tokens > 0 else max(seen + tokens, 0)
         if self.linear and length < seen:
             raise ValueError(NO_WAY_BACK)
         for layer in self.attention if length < seen else ():

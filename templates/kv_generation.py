@@ -14,7 +14,7 @@ from . import kv_attention
 from .kv_adapters import NO_HOTSWAP, check_adapters, check_order, mark_order
 from .kv_attention import NAME, RUNNING, Running
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
-from .kv_inputs import by_name, input_shape, padding_of, text_starts
+from .kv_inputs import by_name, checkpoints, input_shape, padding_of, text_starts
 from .kv_kinds import kinds_of, quantized_code, storage_of
 from .kv_layout import KVLayout, text_config
 
@@ -127,7 +127,6 @@ class KVSurgeryGeneration(KVSurgeryModel):
         if getattr(generation_config, "use_mtp", False):  # transformers 5.24
             raise ValueError("use_mtp drafts with layers that have no place in this checkpoint's cache; leave it out")
         cache = model_kwargs.get(CACHE)
-        is_draft = getattr(generation_config, "is_assistant", False)
         if cache is not None and generation_config.cache_implementation is not None:
             raise ValueError("cache_implementation does not apply to a cache that exists; leave one of them out")
         if cache is None:
@@ -140,16 +139,14 @@ class KVSurgeryGeneration(KVSurgeryModel):
                     "this checkpoint brings its own KV cache; leave the option out"
                 )
             cache = model_kwargs[CACHE] = KVSurgeryCache(self.config, quantization=quantization)
-            if is_draft:
+            if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
         cache.graph = None  # adapters and hooks may have changed since the last turn
         cache.expect_prompt(generation_config.kv_prompt)
         cache.confirm(cache.get_seq_length())
-        if is_draft:  # one with another tokenizer reads its last tokens anew
-            again = (generation_config.target_lookbehind or 0) + (generation_config.assistant_lookbehind or 0)
-            cache.columns.confirmed = max(1, generation_config.kv_prompt - again)
-        elif generation_config.max_new_tokens is not None:  # a draft is asked for a few tokens again and again
+        # a draft is asked for a few tokens again and again
+        if generation_config.max_new_tokens is not None and not getattr(generation_config, "is_assistant", False):
             # drafts from the prompt may be longer than what is left to generate
             cache.reserve(max_cache_length + 1 + (generation_config.prompt_lookup_num_tokens or 0))
 
@@ -251,10 +248,7 @@ def with_kv_cache(forward: Callable) -> Callable:
         if starts is not None and decoder is self:
             arguments.update(attention_mask=starts, use_cache=False)
         if use_cache is None:
-            checkpoints = self.training and any(
-                getattr(part, "gradient_checkpointing", False) for part in self.modules()
-            )
-            use_cache = config.use_cache and starts is None and not checkpoints
+            use_cache = config.use_cache and starts is None and not checkpoints(self)
         if cache is None and use_cache:
             cache = arguments[CACHE] = KVSurgeryCache(self.config)
         if config._attn_implementation != NAME:

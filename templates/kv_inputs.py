@@ -32,11 +32,17 @@ def input_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
     return None if inputs is None else inputs.shape[:2]
 
 
+def checkpoints(model: torch.nn.Module) -> bool:
+    """Whether a model in training checkpoints activations, for which stock code makes no cache."""
+    return model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
 def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: int, tokens: int) -> torch.Tensor | None:
     """Check the arguments of a forward, and tell where the texts of its rows begin.
 
-    Without an attention mask, a text begins wherever `position_ids` do not go on, and without a cache, wherever they do
-    not go on by 1, as in stock attention. Waits for the device where there are several tokens, and a mask or positions.
+    Without an attention mask, a text begins wherever `position_ids` start again, and where no cache is wanted, wherever
+    they do not go on by 1, as in stock attention. Waits for the device where there are several tokens, and a mask or
+    positions.
 
     Args:
         arguments: of the model, or of its decoder.
@@ -74,8 +80,8 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
             "without trust_remote_code"
         )
     asked = arguments.get("use_cache")
-    use_cache = cache is not None or bool(config.use_cache if asked is None else asked)
-    starts = _starts(arguments.get("position_ids"), mask, tokens, use_cache)
+    asked = (config.use_cache if asked is None else asked) and not checkpoints(decoder)
+    starts = _starts(arguments.get("position_ids"), mask, tokens, cache is not None or asked)
     _check_lengths(arguments, starts, rows)
     if not starts.any():
         return None

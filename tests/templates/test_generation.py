@@ -13,7 +13,6 @@ from packaging.version import Version
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from kvsurgery.templates.kv_layout import Quantization
-from tests.helpers import vocabularies
 from tests.helpers.emitted import emitted
 from tests.helpers.families import CACHE_PATHS, WITH_STATES, largest, make, tokens
 from tests.helpers.reference import reference_logits
@@ -136,20 +135,6 @@ def test_draft_for_a_stock_target(mixed):
     draft = converted.load()
     expected = converted.stock.generate(ids, **GREEDY | {"max_new_tokens": 40})
     assert converted.stock.generate(ids, **GREEDY | {"max_new_tokens": 40}, assistant_model=draft).equal(expected)
-
-
-def test_a_draft_with_another_tokenizer(mixed):
-    """It takes more back than it has written: text may be tokens of other borders once it goes on."""
-    converted, ids = mixed("llama"), tokens(1, 40, seed=4) % 97 + 4
-    words = [f"word{number}" for number in range(97)]
-    target, other = (vocabularies.tokenizer("words", [" ".join(order)]) for order in (words, words[::-1]))
-    options = GREEDY | {"max_new_tokens": 40, "suppress_tokens": [0, 1, 2, 3]}
-    draft = converted.load()
-    draft.resize_token_embeddings(110)  # by the sizes of vocabularies, stock code knows them apart
-    expected = converted.stock.generate(ids, **options)
-    tokenizers = {"tokenizer": target, "assistant_tokenizer": other}
-    found = converted.stock.generate(ids, **options, assistant_model=draft, **tokenizers)
-    assert found.equal(expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

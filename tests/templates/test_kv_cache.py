@@ -184,22 +184,6 @@ def test_short_sequences_can_be_cropped_anywhere(llama):
     assert largest(found - expected, expected) <= 1e-5
 
 
-def test_a_crop_of_nothing_and_of_all(llama):
-    """To which of them 0 amounts differs between versions of transformers."""
-    stock = DynamicCache()
-    cache = llama(tokens(1, 8)).past_key_values
-    states = torch.zeros(1, 2, 8, 16)
-    stock.update(states, states, 0)
-    for each in (cache, stock):
-        each.crop(0)
-    assert cache.get_seq_length() == stock.get_seq_length()
-    cache.crop(-cache.get_seq_length())
-    assert cache.get_seq_length() == 0
-    found = llama(tokens(1, 20, seed=8), past_key_values=cache).logits
-    expected = logits(llama, tokens(1, 20, seed=8))
-    assert largest(found - expected, expected) <= 1e-5
-
-
 def test_a_crop_past_what_was_kept_is_refused(llama):
     cache = llama(tokens(1, 30)).past_key_values
     with pytest.raises(ValueError, match="activate_past_recording"):

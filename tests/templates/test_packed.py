@@ -1,5 +1,6 @@
 """Texts packed into one row, which positions that start again tell apart: each is attended to alone."""
 
+import copy
 from itertools import accumulate, pairwise
 from types import MethodType
 
@@ -94,6 +95,19 @@ def test_generation_goes_on_after_positions_with_gaps(all_full):
     converted, options = all_full("llama"), {"max_new_tokens": 8, "do_sample": False, "position_ids": GAPS[None]}
     expected, found = (model.generate(tokens(1, 45), **options) for model in (converted.stock, converted.model))
     assert found.equal(expected)
+
+
+@pytest.mark.parametrize("positions", [GAPS, torch.arange(45) // 4], ids=["a gap", "repeated"])
+def test_gaps_where_activations_are_checkpointed(all_full, positions):
+    """Stock code makes no cache then, whatever the config says."""
+    converted, ids = all_full("llama"), tokens(2, 45)
+    models = [copy.deepcopy(model) for model in (converted.stock, converted.model)]
+    for model in models:
+        model.gradient_checkpointing_enable()
+        model.train()
+    for called in (lambda model: model, lambda model: model.model):
+        expected, found = (called(model)(ids, position_ids=positions[None])[0].detach() for model in models)
+        assert largest(found - expected, expected) <= 1e-5
 
 
 def test_positions_that_repeat_are_separated_only_without_a_cache(all_full):
