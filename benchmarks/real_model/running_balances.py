@@ -100,8 +100,8 @@ class Account:
         """How an answer may go on: two right lines, or what a line that is begun lacks to the right one."""
         *written, begun = answer.split("\n")
         before = LINE.fullmatch(written[-1]) if written else None
-        balance, lines = int(before[5]) if before else FIRST, ""
-        for number, amount in enumerate(self.amounts[len(written) :][: 1 if begun else 2], len(written) + 1):
+        last, balance, lines = (int(before[1]), int(before[5]), "") if before else (len(written), FIRST, "")
+        for number, amount in enumerate(self.amounts[last:][: 1 if begun else 2], last + 1):
             lines += f"{number:03}. {balance} {'+' if amount > 0 else '-'} {abs(amount)} = {balance + amount}\n"
             balance += amount
         return lines[len(begun) :]

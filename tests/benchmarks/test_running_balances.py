@@ -46,6 +46,7 @@ def test_a_line_is_right_by_what_stands_before_it(answer: str, right: list[int])
         ("001. 5000 + 2", "50 = 5250\n"),
         ("001. 5000 + 250 = 5350\n", "002. 5350 - 1000 = 4350\n003. 4350 + 30 = 4380\n"),  # goes on from the error
         ("001. 5000 + 250 = 53", "50\n"),
+        ("002. 5000 - 1000 = 4000\n", "003. 4000 + 30 = 4030\n"),  # as the written number says
         (f"{ANSWER}\n", ""),
     ],
 )
