@@ -229,7 +229,6 @@ def with_kv_cache(forward: Callable) -> Callable:
                 if arguments.get(name) is not None:
                     arguments[name] = arguments[name][..., cache.repeated :]
             cache.repeated = 0
-        use_cache = arguments.get("use_cache")
         decoder = self.get_decoder()
         shape = input_shape(arguments)
         config = decoder.config
@@ -247,9 +246,9 @@ def with_kv_cache(forward: Callable) -> Callable:
         starts = text_starts(asked | arguments, decoder, *shape)
         if starts is not None and decoder is self:
             arguments.update(attention_mask=starts, use_cache=False)
-        if use_cache is None:
-            use_cache = config.use_cache and starts is None and not checkpoints(self)
-        if cache is None and use_cache:
+        use_cache = arguments.get("use_cache")
+        use_cache = config.use_cache if use_cache is None else use_cache
+        if cache is None and use_cache and starts is None and not checkpoints(decoder):
             cache = arguments[CACHE] = KVSurgeryCache(self.config)
         if config._attn_implementation != NAME:
             raise ValueError(f"this checkpoint runs with its own attention, not with {config._attn_implementation!r}")

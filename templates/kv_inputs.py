@@ -32,9 +32,11 @@ def input_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
     return None if inputs is None else inputs.shape[:2]
 
 
-def checkpoints(model: torch.nn.Module) -> bool:
-    """Whether a model in training checkpoints activations, for which stock code makes no cache."""
-    return model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+def checkpoints(decoder: torch.nn.Module) -> bool:
+    """Whether a decoder in training checkpoints activations, for which stock code makes no cache."""
+    if not decoder.training or (CACHE == "cache" and not torch.is_grad_enabled()):  # since transformers 5.24
+        return False
+    return any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules())
 
 
 def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: int, tokens: int) -> torch.Tensor | None:
@@ -90,7 +92,7 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
             "the texts of a row are told apart by position_ids without an attention mask; leave attention_mask out, or "
             "pass one text a row, padded"
         )
-    if cache is not None or arguments.get("use_cache"):
+    if cache is not None or (asked and arguments.get("use_cache")):
         raise ValueError("packed texts cannot share a KV cache; pass use_cache=False, or one text a row, padded")
     if has_states(config):
         raise ValueError("layers with states cannot tell packed texts apart; pass one text a row, padded")
@@ -130,14 +132,14 @@ def _starts(position_ids: torch.Tensor | None, mask: torch.Tensor | None, tokens
     if position_ids is not None:
         positions = position_ids[0] if position_ids.ndim == 3 and len(position_ids) == 4 else position_ids
         steps = positions.diff(dim=-1)
+        repeats = steps == 0
         if steps.ndim == 3:  # time, height and width, of which the tokens of an image share some
-            borders = (steps[0] < 0) | (steps == 0).all(0)
+            repeats, positions = repeats.all(0), positions[0]
+            borders = repeats | (steps[0] < 0)
         else:
-            borders = steps < 1 if use_cache or mask is not None else steps != 1
-            if use_cache and mask is None and ((steps == 0) & (positions[..., 1:] > 0)).any():
-                raise ValueError(
-                    "position_ids repeat: pass use_cache=False, with which each begins a text, as in stock"
-                )
+            borders = steps <= 0 if use_cache or mask is not None else steps != 1
+        if use_cache and mask is None and (repeats & (positions[..., 1:] > 0)).any():
+            raise ValueError("position_ids repeat: pass use_cache=False and no cache, with which each begins a text")
     if mask is not None:
         numbers = mask[:, -tokens:]
         borders = borders.to(mask.device) & numbers[:, 1:].bool() & numbers[:, :-1].bool()

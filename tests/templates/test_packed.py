@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoModel
 
+from kvsurgery.templates.kv_cache import CACHE
 from tests.helpers.families import FAMILIES, IMAGE, WITH_IMAGES, WITH_STATES, largest, tokens
 
 LENGTHS = 1, 20, 3, 21
@@ -80,7 +81,9 @@ GAPS = torch.cat([torch.arange(20), torch.arange(100, 125)])
 
 
 @pytest.mark.parametrize("family", SAMPLE)
-@pytest.mark.parametrize("positions", [GAPS, 2 * torch.arange(45)], ids=["a gap", "every second"])
+@pytest.mark.parametrize(
+    "positions", [GAPS, 2 * torch.arange(45), torch.arange(45) / 2], ids=["a gap", "every second", "between"]
+)
 def test_positions_may_leave_gaps_as_in_stock_attention(all_full, family, positions):
     """Stock attention takes each gap for the border of a text only where there is no cache."""
     converted, ids = all_full(family), tokens(2, 45)
@@ -97,25 +100,65 @@ def test_generation_goes_on_after_positions_with_gaps(all_full):
     assert found.equal(expected)
 
 
-@pytest.mark.parametrize("positions", [GAPS, torch.arange(45) // 4], ids=["a gap", "repeated"])
-def test_gaps_where_activations_are_checkpointed(all_full, positions):
-    """Stock code makes no cache then, whatever the config says."""
-    converted, ids = all_full("llama"), tokens(2, 45)
+def checkpointed(converted):
+    """Copies of the stock model and of the converted one, which checkpoint activations in training."""
     models = [copy.deepcopy(model) for model in (converted.stock, converted.model)]
     for model in models:
         model.gradient_checkpointing_enable()
         model.train()
+    return models
+
+
+@pytest.mark.parametrize("use_cache", [None, True])
+@pytest.mark.parametrize("positions", [GAPS, torch.arange(45) // 4], ids=["a gap", "repeated"])
+def test_gaps_where_activations_are_checkpointed(all_full, positions, use_cache):
+    """Stock code makes no cache then, whatever it is asked for."""
+    ids, models = tokens(2, 45), checkpointed(all_full("llama"))
     for called in (lambda model: model, lambda model: model.model):
-        expected, found = (called(model)(ids, position_ids=positions[None])[0].detach() for model in models)
+        options = {"position_ids": positions[None], "use_cache": use_cache}
+        expected, found = (called(model)(ids, **options)[0].detach() for model in models)
         assert largest(found - expected, expected) <= 1e-5
+
+
+def test_checkpointing_where_no_gradients_are_wanted(all_full):
+    """Stock code of some versions makes a cache then, which takes positions with gaps for one text."""
+    ids, models = tokens(2, 45), checkpointed(all_full("llama"))
+    with torch.no_grad():
+        outputs = [model(ids, position_ids=GAPS[None]) for model in models]
+        assert largest(outputs[1].logits - outputs[0].logits, outputs[0].logits) <= 1e-5
+        if CACHE == "cache":
+            after = [
+                model(ids[:, :1], cache=output.cache).logits for model, output in zip(models, outputs, strict=True)
+            ]
+            assert largest(after[1] - after[0], after[0]) <= 1e-5
+        else:
+            assert outputs[1].past_key_values is None
+
+
+def test_a_vision_tower_that_is_checkpointed_leaves_the_cache(mixed):
+    model = copy.deepcopy(mixed("qwen2_vl-images").model).train()
+    for part in model.get_submodule("model.visual").modules():
+        part.gradient_checkpointing = True
+    cache = model(tokens(1, 8, vocabulary=IMAGE - 2))[CACHE]
+    assert cache.allocated_bytes()
 
 
 def test_positions_that_repeat_are_separated_only_without_a_cache(all_full):
     converted, ids, positions = all_full("llama"), tokens(2, 40), torch.arange(40)[None] // 4
     expected, found = (logits(model, ids, position_ids=positions) for model in (converted.stock, converted.model))
     assert largest(found - expected, expected) <= 1e-5
-    with pytest.raises(ValueError, match=r"position_ids repeat.*use_cache=False"):
+    refused = pytest.raises(ValueError, match=r"position_ids repeat.*use_cache=False and no cache")
+    with refused:
         converted.model(ids, position_ids=positions)
+    cache = converted.model(ids[:, :20]).get(CACHE)
+    with refused:
+        converted.model(ids[:, 20:], position_ids=20 + positions[:, :20], use_cache=False, **{CACHE: cache})
+
+
+def test_positions_of_three_rows_that_repeat_are_refused(mixed):
+    model, ids = mixed("qwen2_vl-images").model, tokens(1, 40, vocabulary=IMAGE - 2)
+    with pytest.raises(ValueError, match="position_ids repeat"):
+        model(ids, position_ids=(torch.arange(40) // 4).expand(3, 1, -1))
 
 
 def test_every_door(mixed):
