@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ def benchmark(
     dtype: str = "auto",
     command: str = "",
     progress: Progress = silent,
+    keep: Callable[[Bench], None] = silent,
     trust_remote_code: bool = False,
 ) -> Bench:
     """Measure a converted checkpoint and the original; processes that a launcher started share both models.
@@ -48,6 +50,7 @@ def benchmark(
         dtype: of weights and caches; "auto" is the checkpoint's.
         command: the command as typed, for the results.
         progress: called as in `measure`, and while models are loaded.
+        keep: called in the first process with the results so far, after each row.
         trust_remote_code: run code that the config names, in addition to the emitted code.
 
     Raises:
@@ -67,33 +70,36 @@ def benchmark(
             )
     with started_processes(device_name) as processes:
         if processes.rank > 0:
-            progress = silent
+            progress = keep = silent
         progress(0, None, f"loading {folder}")
         converted, original = load_models(folder, source, processes, dtype)
         part = (0, 1) if surgery.replicated else (processes.rank, processes.world)
         measured_contenders, left_out = usable_contenders(contenders(converted, original, part))
         progress(0, None, "measuring the memory's bandwidth")
         bandwidth = read_bandwidth(converted.device)
-        rows = measure(measured_contenders, work, bandwidth, progress, processes)
-    return Bench(
-        models={CONVERTED: str(folder), ORIGINAL: str(source or folder)},
-        command=command,
-        settings={
-            **asdict(work),
-            "device": device_name,
-            "dtype": str(converted.dtype).removeprefix("torch."),
-            "processes": processes.world,
-            "attention": original.get_decoder().config._attn_implementation,
-        },
-        versions={**versions(processes.device), "threads": str(torch.get_num_threads())},
-        checkpoint=facts.to_json(),
-        weights=sum(map(stored_bytes, original.parameters())),
-        bandwidth=bandwidth,
-        contenders=tuple(contender.name for contender in measured_contenders),
-        left_out=left_out,
-        rows=rows,
-        original=original_fingerprint(folder),
-    )
+        results = Bench(
+            models={CONVERTED: str(folder), ORIGINAL: str(source or folder)},
+            command=command,
+            settings={
+                **asdict(work),
+                "device": device_name,
+                "dtype": str(converted.dtype).removeprefix("torch."),
+                "processes": processes.world,
+                "attention": original.get_decoder().config._attn_implementation,
+            },
+            versions={**versions(processes.device), "threads": str(torch.get_num_threads())},
+            checkpoint=facts.to_json(),
+            weights=sum(map(stored_bytes, original.parameters())),
+            bandwidth=bandwidth,
+            contenders=tuple(contender.name for contender in measured_contenders),
+            left_out=left_out,
+            rows=(),
+            original=original_fingerprint(folder),
+        )
+        for row in measure(measured_contenders, work, bandwidth, progress, processes):
+            results = replace(results, rows=(*results.rows, row))
+            keep(results)
+    return results
 
 
 def default_workload(

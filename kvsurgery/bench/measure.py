@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,22 +30,21 @@ def measure(
     bandwidth: float,
     progress: Progress,
     processes: Processes = Processes(),
-) -> tuple[Row, ...]:
-    """Measure all contenders at every batch and length: times of the first process, largest memory of all processes.
+) -> Iterator[Row]:
+    """Measure all contenders at one batch and length after another: the first process's time, the largest memory.
 
     Contenders take turns within a round, and each round begins with another one, so that other load on the machine
     affects all alike. A turn holds one cache at a time.
 
     Args:
         bandwidth: read bandwidth of the device in bytes per second.
-        progress: called with the turns done, their total and a note.
+        progress: called with the prompt tokens of the turns done, of all turns, and a note.
         processes: the processes that share the models and measure together.
 
     Raises:
         KVSurgeryError: one of several processes is out of memory, so that the others would wait for it forever.
     """
-    rows: list[Row] = []
-    done, total = 0, len(work.cells) * (1 + work.rounds) * len(contenders)
+    done, total = 0, sum(map(math.prod, work.cells)) * (1 + work.rounds) * len(contenders)
     for batch, tokens in work.cells:
         ids = prompts(contenders[0].model, batch, tokens, work.seed)
         turns = [Turns(contender, ids, work, processes) for contender in contenders]
@@ -53,10 +53,10 @@ def measure(
             for turn in turns[start:] + turns[:start]:
                 progress(done, total, f"{batch} x {tokens:,} tokens, {turn.contender.name}")
                 turn.take(warm=number > 0)
-                done += 1
-        rows += [fullest(processes.gather([turn.row(bandwidth)])) for turn in turns]
+                done += ids.numel()
+        for turn in turns:
+            yield fullest(processes.gather([turn.row(bandwidth)]))
     progress(done, total, "")
-    return tuple(rows)
 
 
 def prompts(model: Any, batch: int, tokens: int, seed: int) -> torch.Tensor:

@@ -139,6 +139,15 @@ def bench(
     )
     if out is not None:
         check_neighbor(out, folder, evaluation.FILE)
+    kept = "nothing is kept"
+
+    def keep(results: Bench) -> None:
+        nonlocal kept
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            results.save(out)
+            kept = f"{out} has what was measured before"
+
     try:
         with console.step_progress("measuring") as advance:
             results = benchmark(
@@ -149,15 +158,13 @@ def bench(
                 dtype=dtype,
                 command=typed_command(),
                 progress=advance,
+                keep=keep,
                 trust_remote_code=trust_remote_code,
             )
     except KeyboardInterrupt:
-        raise Interrupted("nothing is kept") from None
+        raise Interrupted(kept) from None
     if not is_first():
         return
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        results.save(out)
     if as_json:
         click.echo(json.dumps(results.to_json(), indent=2))
     else:

@@ -84,12 +84,12 @@ def test_medians_of_what_the_clock_says(clock: SimpleNamespace, pair: list[Conte
 
 
 def test_contenders_take_turns(clock: SimpleNamespace, pair: list[Contender]) -> None:
-    """Each round begins with another one."""
+    """Each round begins with another one. Progress counts tokens, as long prompts take longer."""
     notes: list[tuple[int, int]] = []
-    measure(pair, WORK, 1.0, lambda done, of, note: notes.append((done, of)))
+    list(measure(pair, WORK, 1.0, lambda done, of, note: notes.append((done, of))))
     first, second = "converted", "original"
     assert clock.turns == [first, second, first, second, first]  # neighbors in time are one
-    assert notes == [(done, 8) for done in range(9)]
+    assert notes == [(80 * turns, 640) for turns in range(9)]
 
 
 def rows_of(folder: Converted, work: Workload = WORK) -> list[Row]:
@@ -149,7 +149,7 @@ def test_a_length_that_is_given_twice_is_measured_once() -> None:
 
 
 def test_a_prompt_of_one_chunk(pair: list[Contender]) -> None:
-    rows = measure(pair, Workload((CHUNK, CHUNK + 1), (1,), NEW, CHUNK, 1), 1e9, silent)
+    rows = list(measure(pair, Workload((CHUNK, CHUNK + 1), (1,), NEW, CHUNK, 1), 1e9, silent))
     assert [row.chunked is None for row in rows] == [True, True, False, False]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.bench import benchmark as module
+from kvsurgery.bench.measure import Turns
 from kvsurgery.bench.results import Bench
 from kvsurgery.bench.workload import WARM
 from kvsurgery.cli.bench import _show, bench
@@ -60,6 +61,28 @@ def test_tables_and_files(converted: Converted) -> None:
     with open("new/report/bench.csv", newline="") as file:
         assert [line["kv_bytes"] for line in csv.DictReader(file)] == [str(row.kv_bytes) for row in found.rows]
     assert "<html" in Path("new/report/index.html").read_text()
+
+
+@pytest.mark.parametrize("kept", [("--out", "new/report"), ()], ids=["in a folder", "nowhere"])
+def test_an_interrupt_keeps_the_lengths_before(
+    converted: Converted, kept: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(turns: Turns, warm: bool) -> None:
+        if turns.tokens == 40:
+            raise KeyboardInterrupt
+        measured(turns, warm)
+
+    measured = Turns.take
+    monkeypatch.setattr(Turns, "take", take)
+    result = run("bench", converted.folder, *QUICK, *kept)
+    assert result.code == 130
+    if kept:
+        assert "interrupted; new/report has what was measured before" in result.err
+        assert [row.tokens for row in Bench.load(Path("new/report")).rows] == [24, 24]
+        assert done("report", "new/report")
+    else:
+        assert "interrupted; nothing is kept" in result.err
+        assert not list(Path().iterdir())
 
 
 def test_a_folder_that_another_process_writes(converted: Converted) -> None:
