@@ -102,7 +102,7 @@ def all_tables() -> dict[str, Callable[[], list[str]]]:
         query_rounding.table: ("query-rounding", "query-rounding-gemma3", "query-rounding-qwen"),
         quantized_cache.table: ("quantized-cache-1024", "quantized-cache-4096", "quantized-cache-bundled"),
         repository.table: ("repository",),
-        running_balances.table: ("running-balances",),
+        running_balances.table: ("running-balances", "running-balances-100"),
         selection_cost.table: ("selection-cost",),
         selections.table: ("selections-smollm2", "selections-bundled"),
         short_steps.table: ("short-steps",),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.real_model import cache_report, repository
+from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
 from tests.docs.pages import ROOT, figures
 
@@ -177,18 +178,44 @@ def test_budgets() -> None:
     assert recall(budgets) == recall(press)
 
 
-def test_balances() -> None:
-    report = json.loads((ROOT / "benchmarks/results/running-balances.json").read_text())
-    right = {name: np.array(result["right"]) for name, result in report["results"].items()}
-    ours = [f"kvsurgery, 2 bits, {kind}" for kind in ("measured", "keys and values rotated")]
-    quanto = "QuantizedCache, quanto, 2 bits"
-    assert {answers.shape for answers in right.values()} == {(6, 40)}
-    assert {"40", "240"} <= figures(PAGE, "The model is given 40 transactions")
-    assert {f"{right[name].mean():.0%}" for name in ours} <= figures(PAGE, "**2 bits** with keys and values rotated")
-    assert f"{right[ours[1]].mean():.0%}" == f"{right['original'].mean():.0%}"
-    shares = np.stack([right[name].mean(1) for name in ("original", ours[1])])
+def right_lines(name: str) -> dict[str, np.ndarray]:
+    """By cache, whether each line of each answer is right."""
+    report = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    return {name: np.array(result["right"]) for name, result in report["results"].items()}
+
+
+def more_right(right: dict[str, np.ndarray], name: str) -> Interval:
+    """By how much a cache's share of right lines is larger than the original's."""
+    shares = np.stack([right["original"].mean(1), right[name].mean(1)])
     means, resampled = shares.mean(1), resampled_means(shares, 0)
-    more = interval(means[1] - means[0], resampled[1] - resampled[0])
-    assert more.low <= 0 <= more.high
-    last = {name: f"{answers[:, 30:].mean():.0%}" for name, answers in right.items()}
-    assert {f"{right[quanto].mean():.0%}", last[quanto], last["original"]} <= figures(PAGE, "**quanto's 2 bits**")
+    return interval(means[1] - means[0], resampled[1] - resampled[0])
+
+
+ROTATED, MEASURED = (f"kvsurgery, 2 bits, {kind}" for kind in ("keys and values rotated", "measured"))
+
+
+def test_balances() -> None:
+    short, quanto = right_lines("running-balances"), "QuantizedCache, quanto, 2 bits"
+    assert {answers.shape for answers in short.values()} == {(6, 40)}
+    assert {"40", "240"} <= figures(PAGE, "With 40 transactions")
+    assert f"{short[ROTATED].mean():.0%}" == f"{short['original'].mean():.0%}"
+    assert f"{short[ROTATED].mean():.0%}" in figures(PAGE, "**2 bits** lose in long answers")
+    assert more_right(short, ROTATED).low <= 0 <= more_right(short, ROTATED).high
+    last = {name: f"{answers[:, 30:].mean():.0%}" for name, answers in short.items()}
+    assert {f"{short[quanto].mean():.0%}", last[quanto], last["original"]} <= figures(PAGE, "**quanto's 2 bits**")
+
+
+def test_balances_in_long_answers() -> None:
+    right, bits, quanto = right_lines("running-balances-100"), "kvsurgery, 4 bits", "QuantizedCache, quanto, 4 bits"
+    assert {answers.shape for answers in right.values()} == {(6, 100)}
+    assert {"100", "600"} <= figures(PAGE, "With 100 transactions")
+    share = {name: f"{answers.mean():.0%}" for name, answers in right.items()}
+    assert share[bits] == share["original"]
+    without_loss = bits, "kvsurgery, 3 bits, measured", quanto
+    assert {share[name] for name in without_loss} <= figures(PAGE, "**4 bits** write")
+    assert {share[name] for name in ("original", ROTATED, MEASURED)} <= figures(PAGE, "**2 bits** lose in long answers")
+    assert all(more_right(right, name).high < 0 for name in (ROTATED, MEASURED))
+    assert all(more_right(right, name).low <= 0 <= more_right(right, name).high for name in without_loss)
+    assert {share[MEASURED], share[bits]} <= figures("docs/quantized-caches.md", "In answers of 2,100 tokens, even")
+    shown = {share[name] for name in ("original", ROTATED, MEASURED)}
+    assert shown <= figures("docs/quantized-caches.md", "Published results say that plain rotations")
