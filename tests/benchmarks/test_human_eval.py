@@ -246,7 +246,6 @@ def test_the_table() -> None:
 def test_what_the_docs_say() -> None:
     """Every row of the committed results has all tasks that its settings name."""
     report = json.loads((ROOT / "benchmarks" / "results" / "human-eval.json").read_text())
-    assert report["settings"]["every"] == 2
-    tasks = {f"HumanEval/{number}" for number in range(0, 164, 2)}
+    tasks = {f"HumanEval/{number}" for number in range(164)}
     assert all(result["tasks"].keys() == tasks for result in report["results"].values())
-    assert {str(len(tasks)), "164"} <= figures("docs/results/qwen.md", "HumanEval's 164 tasks")
+    assert str(len(tasks)) in figures("docs/results/qwen.md", "HumanEval's 164 tasks")
