@@ -14,7 +14,7 @@ from . import kv_attention
 from .kv_adapters import NO_HOTSWAP, check_adapters, check_order, mark_order
 from .kv_attention import NAME, RUNNING, Running
 from .kv_cache import CACHE, HandingCache, KVSurgeryCache
-from .kv_inputs import by_name, checkpoints, input_shape, padding_of, text_starts
+from .kv_inputs import by_name, input_shape, padding_of, text_starts, wants_cache
 from .kv_kinds import kinds_of, quantized_code, storage_of
 from .kv_layout import KVLayout, text_config
 
@@ -246,9 +246,7 @@ def with_kv_cache(forward: Callable) -> Callable:
         starts = text_starts(asked | arguments, decoder, *shape)
         if starts is not None and decoder is self:
             arguments.update(attention_mask=starts, use_cache=False)
-        use_cache = arguments.get("use_cache")
-        use_cache = config.use_cache if use_cache is None else use_cache
-        if cache is None and use_cache and starts is None and not checkpoints(decoder):
+        if cache is None and starts is None and wants_cache(arguments, decoder):
             cache = arguments[CACHE] = KVSurgeryCache(self.config)
         if config._attn_implementation != NAME:
             raise ValueError(f"this checkpoint runs with its own attention, not with {config._attn_implementation!r}")

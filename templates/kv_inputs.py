@@ -32,19 +32,20 @@ def input_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
     return None if inputs is None else inputs.shape[:2]
 
 
-def checkpoints(decoder: torch.nn.Module) -> bool:
-    """Whether a decoder in training checkpoints activations, for which stock code makes no cache."""
-    if not decoder.training or (CACHE == "cache" and not torch.is_grad_enabled()):  # since transformers 5.24
+def wants_cache(arguments: Mapping[str, Any], decoder: Any) -> bool:
+    """Whether a forward is to have a cache: as in stock code, none where it checkpoints activations in training."""
+    trains = decoder.training and (torch.is_grad_enabled() or CACHE != "cache")  # before 5.24 also without gradients
+    if trains and any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules()):
         return False
-    return any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules())
+    use_cache = arguments.get("use_cache")
+    return decoder.config.use_cache if use_cache is None else use_cache
 
 
 def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: int, tokens: int) -> torch.Tensor | None:
     """Check the arguments of a forward, and tell where the texts of its rows begin.
 
     Without an attention mask, a text begins wherever `position_ids` start again, and where no cache is wanted, wherever
-    they do not go on by 1, as in stock attention. Waits for the device where there are several tokens, and a mask or
-    positions.
+    they do not go on by 1, as in stock attention. Waits for the device where several tokens have a mask or positions.
 
     Args:
         arguments: of the model, or of its decoder.
@@ -81,8 +82,7 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
             "some tokens would see later ones, which this checkpoint's cache cannot do; pass no is_causal, or load it "
             "without trust_remote_code"
         )
-    asked = arguments.get("use_cache")
-    asked = (config.use_cache if asked is None else asked) and not checkpoints(decoder)
+    asked = wants_cache(arguments, decoder)
     starts = _starts(arguments.get("position_ids"), mask, tokens, cache is not None or asked)
     _check_lengths(arguments, starts, rows)
     if not starts.any():
@@ -96,6 +96,9 @@ def text_starts(arguments: Mapping[str, Any], decoder: torch.nn.Module, rows: in
         raise ValueError("packed texts cannot share a KV cache; pass use_cache=False, or one text a row, padded")
     if has_states(config):
         raise ValueError("layers with states cannot tell packed texts apart; pass one text a row, padded")
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and (arguments["position_ids"].cpu().gather(1, starts) % chunk).any():
+        raise ValueError("chunks of packed texts count from position 0; number each text from 0")
     return starts[:, None, None]
 
 

@@ -37,7 +37,7 @@ def benchmark(
     dtype: str = "auto",
     command: str = "",
     progress: Progress = silent,
-    keep: Callable[[Bench], None] = silent,
+    keep: Callable[[Bench], None] = lambda results: None,
     trust_remote_code: bool = False,
 ) -> Bench:
     """Measure a converted checkpoint and the original; processes that a launcher started share both models.
@@ -50,7 +50,7 @@ def benchmark(
         dtype: of weights and caches; "auto" is the checkpoint's.
         command: the command as typed, for the results.
         progress: called as in `measure`, and while models are loaded.
-        keep: called in the first process with the results so far, after each row.
+        keep: called in the first process with the results so far, after each batch and length.
         trust_remote_code: run code that the config names, in addition to the emitted code.
 
     Raises:
@@ -70,7 +70,7 @@ def benchmark(
             )
     with started_processes(device_name) as processes:
         if processes.rank > 0:
-            progress = keep = silent
+            progress = silent
         progress(0, None, f"loading {folder}")
         converted, original = load_models(folder, source, processes, dtype)
         part = (0, 1) if surgery.replicated else (processes.rank, processes.world)
@@ -96,9 +96,10 @@ def benchmark(
             rows=(),
             original=original_fingerprint(folder),
         )
-        for row in measure(measured_contenders, work, bandwidth, progress, processes):
-            results = replace(results, rows=(*results.rows, row))
-            keep(results)
+        for rows in measure(measured_contenders, work, bandwidth, progress, processes):
+            results = replace(results, rows=results.rows + rows)
+            if processes.rank == 0:
+                keep(results)
     return results
 
 

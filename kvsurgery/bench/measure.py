@@ -30,7 +30,7 @@ def measure(
     bandwidth: float,
     progress: Progress,
     processes: Processes = Processes(),
-) -> Iterator[Row]:
+) -> Iterator[tuple[Row, ...]]:
     """Measure all contenders at one batch and length after another: the first process's time, the largest memory.
 
     Contenders take turns within a round, and each round begins with another one, so that other load on the machine
@@ -54,8 +54,7 @@ def measure(
                 progress(done, total, f"{batch} x {tokens:,} tokens, {turn.contender.name}")
                 turn.take(warm=number > 0)
                 done += ids.numel()
-        for turn in turns:
-            yield fullest(processes.gather([turn.row(bandwidth)]))
+        yield tuple(fullest(processes.gather([turn.row(bandwidth)])) for turn in turns)
     progress(done, total, "")
 
 

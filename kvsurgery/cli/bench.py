@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +147,7 @@ def bench(
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             results.save(out)
-            kept = f"{out} has what was measured before"
+            kept = f"{out} has what was measured before; look at it with: kvsurgery report {shlex.quote(str(out))}"
 
     try:
         with console.step_progress("measuring") as advance:

@@ -121,6 +121,13 @@ def test_with_another_novel() -> None:
     assert rows[kvzip].share == 1
 
 
+def more(after: np.ndarray, before: np.ndarray) -> Interval:
+    """By how much a cache's shares, of tasks or of answers, are larger than the original's on average."""
+    shares = np.stack([before, after]).astype(np.float64)
+    means, resampled = shares.mean(1), resampled_means(shares, 0)
+    return interval(means[1] - means[0], resampled[1] - resampled[0])
+
+
 def test_programs() -> None:
     results = json.loads((ROOT / "benchmarks/results/human-eval.json").read_text())["results"]
     four, two = (f"kvsurgery, {bits} bits, measured" for bits in (4, 2))
@@ -133,19 +140,14 @@ def test_programs() -> None:
         for name, result in results.items()
     }
     share = {name: f"{answers.mean():.0%}" for name, answers in passed.items()}
-
-    def more(name: str) -> Interval:
-        shares = np.stack([passed["original"], passed[name]]).astype(np.float64)
-        means, resampled = shares.mean(1), resampled_means(shares, 0)
-        return interval(means[1] - means[0], resampled[1] - resampled[0])
-
+    gain = {name: more(answers, passed["original"]) for name, answers in passed.items()}
     shown = {share[name] for name in ("original", four, two, quanto)} | {same[four], same[two], str(len(tasks))}
     assert shown <= figures(PAGE, "**4 and 2 bits** pass")
     assert {share[streaming], same[streaming]} <= figures(PAGE, "**Half of the heads streaming**, in windows")
-    assert {share[rolling], f"{-100 * more(rolling).mean:.1f}"} <= figures(PAGE, "**Rolling budgets** of 120")
+    assert {share[rolling], f"{-100 * gain[rolling].mean:.1f}"} <= figures(PAGE, "**Rolling budgets** of 120")
     for name in (four, two, quanto, streaming):
-        assert more(name).low <= 0 <= more(name).high
-    assert more(rolling).high < 0
+        assert gain[name].low <= 0 <= gain[name].high
+    assert gain[rolling].high < 0
 
 
 def test_completed_lines() -> None:
@@ -188,14 +190,7 @@ def test_budgets() -> None:
 def right_lines(name: str) -> dict[str, np.ndarray]:
     """By cache, whether each line of each answer is right."""
     report = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
-    return {name: np.array(result["right"]) for name, result in report["results"].items()}
-
-
-def more_right(right: dict[str, np.ndarray], name: str) -> Interval:
-    """By how much a cache's share of right lines is larger than the original's."""
-    shares = np.stack([right["original"].mean(1), right[name].mean(1)])
-    means, resampled = shares.mean(1), resampled_means(shares, 0)
-    return interval(means[1] - means[0], resampled[1] - resampled[0])
+    return {cache: np.array(result["right"]) for cache, result in report["results"].items()}
 
 
 ROTATED, MEASURED = (f"kvsurgery, 2 bits, {kind}" for kind in ("keys and values rotated", "measured"))
@@ -207,7 +202,8 @@ def test_balances() -> None:
     assert {"40", "240"} <= figures(PAGE, "With 40 transactions")
     assert f"{short[ROTATED].mean():.0%}" == f"{short['original'].mean():.0%}"
     assert f"{short[ROTATED].mean():.0%}" in figures(PAGE, "**2 bits** lose in long answers")
-    assert more_right(short, ROTATED).low <= 0 <= more_right(short, ROTATED).high
+    gain = more(short[ROTATED].mean(1), short["original"].mean(1))
+    assert gain.low <= 0 <= gain.high
     last = {name: f"{answers[:, 30:].mean():.0%}" for name, answers in short.items()}
     assert {f"{short[quanto].mean():.0%}", last[quanto], last["original"]} <= figures(PAGE, "**quanto's 2 bits**")
 
@@ -221,8 +217,9 @@ def test_balances_in_long_answers() -> None:
     without_loss = bits, "kvsurgery, 3 bits, measured", quanto
     assert {share[name] for name in without_loss} <= figures(PAGE, "**4 bits** write")
     assert {share[name] for name in ("original", ROTATED, MEASURED)} <= figures(PAGE, "**2 bits** lose in long answers")
-    assert all(more_right(right, name).high < 0 for name in (ROTATED, MEASURED))
-    assert all(more_right(right, name).low <= 0 <= more_right(right, name).high for name in without_loss)
+    gain = {name: more(answers.mean(1), right["original"].mean(1)) for name, answers in right.items()}
+    assert all(gain[name].high < 0 for name in (ROTATED, MEASURED))
+    assert all(gain[name].low <= 0 <= gain[name].high for name in without_loss)
     assert {share[MEASURED], share[bits]} <= figures("docs/quantized-caches.md", "In answers of 2,100 tokens, even")
     shown = {share[name] for name in ("original", ROTATED, MEASURED)}
     assert shown <= figures("docs/quantized-caches.md", "Published results say that plain rotations")

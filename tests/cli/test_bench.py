@@ -77,9 +77,11 @@ def test_an_interrupt_keeps_the_lengths_before(
     result = run("bench", converted.folder, *QUICK, *kept)
     assert result.code == 130
     if kept:
-        assert "interrupted; new/report has what was measured before" in result.err
+        command = "kvsurgery report new/report"
+        assert f"interrupted; new/report has what was measured before; look at it with: {command}" in result.err
         assert [row.tokens for row in Bench.load(Path("new/report")).rows] == [24, 24]
-        assert done("report", "new/report")
+        done(*command.split()[1:])
+        assert "<html" in Path("new/report/index.html").read_text()
     else:
         assert "interrupted; nothing is kept" in result.err
         assert not list(Path().iterdir())

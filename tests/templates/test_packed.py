@@ -161,6 +161,12 @@ def test_positions_of_three_rows_that_repeat_are_refused(mixed):
         model(ids, position_ids=(torch.arange(40) // 4).expand(3, 1, -1))
 
 
+def test_chunks_of_texts_that_do_not_begin_at_0_are_refused(mixed):
+    """Stock code of some versions places the borders of chunks by position, and of others by column."""
+    with pytest.raises(ValueError, match="number each text from 0"):
+        mixed("llama4").model(tokens(1, 45), position_ids=GAPS[None], use_cache=False)
+
+
 def test_every_door(mixed):
     """Trainers call the decoder, or replace `forward`; without a word on the cache, there is none."""
     converted, ids = mixed("llama"), tokens(1, BOUNDS[-1])
